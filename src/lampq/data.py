@@ -1,0 +1,180 @@
+"""Samples: images with their labels, from a folder or from tensors."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lampq.errors import DataError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessing:
+    """How a picture becomes network input: resize, centre crop, scale to 0..1, normalise."""
+
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    crop_pct: float = 0.875
+    size: int = 224
+
+    def __post_init__(self) -> None:
+        if not 0 < self.crop_pct <= 1:
+            raise DataError(f"crop-pct must be in (0, 1], got {self.crop_pct}")
+        if len(self.mean) != len(self.std) or min(self.std) <= 0:
+            raise DataError(f"mean {self.mean} and std {self.std} must match, std above zero")
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Images (bytes or floats) and their labels; bytes are normalised batch by batch."""
+
+    images: Tensor
+    labels: Tensor | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.images.ndim != 4 or not len(self.images):
+            raise DataError(
+                f"images must have shape (n, channels, height, width) with n > 0, "
+                f"got {tuple(self.images.shape)}"
+            )
+        if self.labels is not None and len(self.labels) != len(self.images):
+            raise DataError(f"{len(self.images)} images but {len(self.labels)} labels")
+        if self.images.is_floating_point() and not bool(torch.isfinite(self.images).all()):
+            raise DataError("the images contain NaN or infinite values")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def inputs(self, index: Tensor | slice) -> Tensor:
+        """Network input of some samples."""
+        images = self.images[index]
+        if images.dtype != torch.uint8:
+            return images
+        mean = torch.tensor(self.mean).view(-1, 1, 1)
+        std = torch.tensor(self.std).view(-1, 1, 1)
+        return (images.float() / 255 - mean) / std
+
+    def batches(self, size: int = 32) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Network inputs and labels, in order."""
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            yield self.inputs(part), None if self.labels is None else self.labels[part]
+
+    def subset(self, count: int, seed: int) -> Samples:
+        """A random subset, in random order, the same for the same seed; all if count is large."""
+        if count >= len(self):
+            return self
+        generator = torch.Generator().manual_seed(seed)
+        index = torch.randperm(len(self), generator=generator)[:count]
+        labels = None if self.labels is None else self.labels[index]
+        return replace(self, images=self.images[index], labels=labels)
+
+    def require_labels(self, purpose: str) -> Tensor:
+        """The labels, or a DataError that says what they are needed for."""
+        if self.labels is None:
+            raise DataError(f"{purpose} needs labels, and the samples have none")
+        return self.labels
+
+
+def gather(samples: Iterable[object] | Samples) -> Samples:
+    """Samples of any iterable of (images, labels), of images, or of single pairs."""
+    if isinstance(samples, Samples):
+        return samples
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
+    for item in samples:
+        picture, label = (
+            (item[0], item[1]) if isinstance(item, tuple | list) else (item, None)
+        )
+        if not isinstance(picture, Tensor):
+            raise DataError(f"samples must be tensors, got {type(picture).__name__}")
+        images.append(picture if picture.ndim == 4 else picture[None])
+        if label is not None:
+            labels.append(torch.as_tensor(label).reshape(-1))
+    if not images:
+        raise DataError("there are no samples; give at least one batch of images")
+    return Samples(torch.cat(images), torch.cat(labels).long() if labels else None)
+
+
+def list_folder(folder: Path) -> list[tuple[Path, int]]:
+    """Pictures and labels of ``images/`` + ``labels.csv``, or of one folder a class."""
+    if not folder.is_dir():
+        raise DataError(f"no folder {str(folder)!r}")
+    table = folder / "labels.csv"
+    if table.is_file():
+        return _listed(folder, table)
+    classes = sorted(p for p in folder.iterdir() if p.is_dir())
+    found = [
+        (path, label)
+        for label, one in enumerate(classes)
+        for path in sorted(one.iterdir())
+        if path.suffix.lower() in SUFFIXES
+    ]
+    if not found:
+        raise DataError(
+            f"{str(folder)!r} has neither labels.csv with images/ nor one folder of pictures "
+            f"a class ({', '.join(SUFFIXES)})"
+        )
+    return found
+
+
+def _listed(folder: Path, table: Path) -> list[tuple[Path, int]]:
+    with table.open(newline="", encoding="utf-8") as handle:
+        rows = list(csv.DictReader(handle))
+    if not rows or not {"file", "label"} <= set(rows[0]):
+        found = ", ".join(rows[0]) if rows else "no rows"
+        raise DataError(f"{str(table)!r} needs the columns file and label, found {found}")
+    listed = []
+    for line, row in enumerate(rows, start=2):
+        path = folder / "images" / row["file"]
+        if not row["label"].isdigit():
+            raise DataError(f"{str(table)!r} line {line}: label {row['label']!r} is no class index")
+        if not path.is_file():
+            raise DataError(f"{str(table)!r} line {line}: no picture {str(path)!r}")
+        listed.append((path, int(row["label"])))
+    return listed
+
+
+def read_picture(path: Path, how: Preprocessing) -> Tensor:
+    """One picture, resized and cropped, as bytes (channels, size, size)."""
+    import numpy as np
+    from PIL import Image, UnidentifiedImageError
+
+    mode = "L" if len(how.mean) == 1 else "RGB"
+    try:
+        with Image.open(path) as opened:
+            picture = opened.convert(mode)
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"cannot read picture {str(path)!r}: {error}") from error
+    edge = math.floor(how.size / how.crop_pct)
+    short = min(picture.size)
+    if short != edge:
+        width, height = (round(side * edge / short) for side in picture.size)
+        picture = picture.resize((max(width, edge), max(height, edge)), Image.Resampling.BICUBIC)
+    left, top = ((side - how.size) // 2 for side in picture.size)
+    cropped = picture.crop((left, top, left + how.size, top + how.size))
+    pixels = torch.from_numpy(np.asarray(cropped).copy())
+    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+
+
+def read_folder(
+    folder: Path, how: Preprocessing, *, limit: int | None = None, seed: int = 0
+) -> Samples:
+    """Samples of a data folder; with a limit, a random choice of pictures kept in order."""
+    listed = list_folder(folder)
+    if limit is not None and limit < len(listed):
+        generator = torch.Generator().manual_seed(seed)
+        chosen = sorted(torch.randperm(len(listed), generator=generator)[:limit].tolist())
+        listed = [listed[i] for i in chosen]
+    images = torch.stack([read_picture(path, how) for path, _ in listed])
+    return Samples(images, torch.tensor([label for _, label in listed]), how.mean, how.std)

@@ -1,0 +1,152 @@
+"""Scores of a model on samples, and scoring from the middle of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lampq.calibrate import recording
+from lampq.data import Samples
+from lampq.quant.modules import replace_module
+
+BATCH = 25
+Logits = Callable[[], Iterator[Tensor]]
+
+
+@torch.no_grad()
+def predict(model: nn.Module, samples: Samples, batch: int = BATCH) -> Tensor:
+    """Logits of all samples, (samples, classes)."""
+    return torch.cat([model(images) for images, _ in samples.batches(batch)])
+
+
+def top1(logits: Tensor, labels: Tensor) -> float:
+    """Percentage of samples whose largest logit is that of their label."""
+    return 100.0 * float((logits.argmax(dim=1) == labels).double().mean())
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> float:
+    """Mean negative log-likelihood of the labels."""
+    return float(F.cross_entropy(logits.double(), labels))
+
+
+def divergence(logits: Tensor, reference: Tensor) -> float:
+    """Mean KL divergence of the model's distribution from the reference's."""
+    log_p, log_q = reference.double().log_softmax(1), logits.double().log_softmax(1)
+    return float(F.kl_div(log_q, log_p, reduction="batchmean", log_target=True))
+
+
+def interval95(top1_percent: float, images: int) -> float:
+    """Half width of the 95 % interval of an accuracy, in points."""
+    p = top1_percent / 100
+    return 100 * 1.96 * math.sqrt(max(p * (1 - p), 1e-12) / images)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How good logits are, higher is better in every part.
+
+    ``agreement`` is minus the KL divergence from the float model.
+    """
+
+    accuracy: float
+    likelihood: float
+    agreement: float
+
+    @classmethod
+    def of(cls, logits: Tensor, reference: Tensor, labels: Tensor | None) -> Quality:
+        """All three measures; without labels the float model's own answers stand in for them."""
+        answers = reference.argmax(dim=1) if labels is None else labels
+        return cls(
+            top1(logits, answers),
+            -cross_entropy(logits, answers),
+            -divergence(logits, reference),
+        )
+
+
+class _PassThrough(nn.Module):
+    """Stands in for a block whose output is not needed."""
+
+    def forward(self, x: Tensor, *_rest: Any, **_named: Any) -> Tensor:
+        return x
+
+
+class _Inject(nn.Module):
+    """A block that is given a stored input instead of the one it receives."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.stored: Tensor | None = None
+
+    def forward(self, _x: Tensor, *rest: Any, **named: Any) -> Tensor:
+        output: Tensor = self.block(self.stored, *rest, **named)
+        return output
+
+
+@contextmanager
+def _starting_at(model: nn.Module, blocks: Sequence[str], first: int) -> Iterator[_Inject]:
+    """The model with the blocks before ``first`` left out, restored at the end."""
+    originals = {name: model.get_submodule(name) for name in blocks[: first + 1]}
+    inject = _Inject(originals[blocks[first]])
+    try:
+        for name in blocks[:first]:
+            replace_module(model, name, _PassThrough())
+        replace_module(model, blocks[first], inject)
+        yield inject
+    finally:
+        for name, module in originals.items():
+            replace_module(model, name, module)
+
+
+class PrefixCache:
+    """Inputs of every block of a reference model on some samples.
+
+    A model that equals the reference up to block k is run from block k on. Blocks must map a
+    tensor to a tensor of the same shape. At most ``limit`` bytes are kept; where that is not
+    enough for every block, every second, third, ... one is kept.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        reference: nn.Module,
+        blocks: Sequence[str],
+        samples: Samples,
+        *,
+        batch: int = BATCH,
+        limit: int = 1_500_000_000,
+    ) -> None:
+        self.blocks, self.samples, self.batch = tuple(blocks), samples, batch
+        self._inputs: list[dict[int, Tensor]] = []
+        logits = []
+        stride = 1
+        with recording(reference, list(blocks)) as seen:
+            for number, (images, _) in enumerate(samples.batches(batch)):
+                seen.clear()
+                logits.append(reference(images))
+                inputs = {i: seen[name][0] for i, name in enumerate(blocks)}
+                if number == 0:
+                    size = sum(x.numel() * x.element_size() for x in inputs.values())
+                    stride = math.ceil(size * (len(samples) / len(images)) / limit)
+                self._inputs.append({i: x for i, x in inputs.items() if i % stride == 0})
+        self.logits = torch.cat(logits)
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, first: int) -> Tensor:
+        """Logits of a model that differs from the reference in blocks ``first`` and later only."""
+        start = max((i for i in self._inputs[0] if i <= first), default=-1)
+        if start < 1:
+            return predict(model, self.samples, self.batch)
+        parts = []
+        with _starting_at(model, self.blocks, start) as inject:
+            for number, (images, _) in enumerate(self.samples.batches(self.batch)):
+                inject.stored = self._inputs[number][start]
+                parts.append(model(images))
+        return torch.cat(parts)

@@ -1,0 +1,126 @@
+"""Find the quantizable sites of a model."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lampq.errors import GraphError
+from lampq.graph.attention import MatMul
+from lampq.graph.families import TIMM, RolePattern
+from lampq.quant.fold import NormFold
+from lampq.types import SEARCHED_ROLES, LayerRole, LayerSpec, MatmulSpec, ModelGraph
+
+
+def _contents(model: nn.Module) -> str:
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    shown = ", ".join(linear[:6]) + (", ..." if len(linear) > 6 else "")
+    return f"{type(model).__name__} with {len(linear)} linear and convolution layers ({shown})"
+
+
+def _foldable(model: nn.Module, name: str) -> bool:
+    try:
+        norm = model.get_submodule(name)
+    except AttributeError:
+        return False
+    return isinstance(norm, nn.LayerNorm) and norm.elementwise_affine and norm.bias is not None
+
+
+def _is_patch_embedding(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Conv2d)
+        and module.groups == 1
+        and tuple(module.kernel_size) == tuple(module.stride)
+        and module.padding in ((0, 0), "valid")
+    )
+
+
+def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> ModelGraph:
+    """The layers, norms and matmuls of a model in its explicit form.
+
+    Raises GraphError, saying what the model has, if none of the searched roles is found.
+    """
+    layers: list[LayerSpec] = []
+    matmuls: list[MatmulSpec] = []
+    blocks: dict[str, int] = {}
+    for name, module in model.named_modules():
+        for pattern in patterns:
+            block = pattern.match(name)
+            is_layer = isinstance(module, nn.Linear) or _is_patch_embedding(module)
+            if block is None or not is_layer:
+                continue
+            if pattern.role in SEARCHED_ROLES and block:
+                blocks.setdefault(block, len(blocks))
+            norm = f"{block}.{pattern.norm}".lstrip(".") if pattern.norm else None
+            layers.append(
+                LayerSpec(
+                    name=name,
+                    role=pattern.role,
+                    block=blocks.get(block, -1) if pattern.role in SEARCHED_ROLES else -1,
+                    n_params=module.weight.numel(),  # type: ignore[union-attr]
+                    norm=norm if norm is not None and _foldable(model, norm) else None,
+                )
+            )
+        if isinstance(module, MatMul):
+            block = next((b for b in reversed(blocks) if name.startswith(f"{b}.")), "")
+            kind = "qk" if name.endswith("qk") else "av"
+            matmuls.append(MatmulSpec(name, kind, blocks.get(block, -1)))  # type: ignore[arg-type]
+    if not any(layer.role in SEARCHED_ROLES for layer in layers):
+        wanted = ", ".join(p.pattern for p in patterns if p.role in SEARCHED_ROLES)
+        raise GraphError(
+            f"no layer matches the role patterns ({wanted}); the model is a {_contents(model)}"
+        )
+    return ModelGraph(tuple(layers), tuple(matmuls), tuple(blocks))
+
+
+def missing_roles(graph: ModelGraph) -> tuple[LayerRole, ...]:
+    """The searched roles no layer of the graph plays."""
+    found = {layer.role for layer in graph.layers}
+    return tuple(role for role in SEARCHED_ROLES if role not in found)
+
+
+@torch.no_grad()
+def verify_norms(model: nn.Module, graph: ModelGraph, example: Tensor) -> ModelGraph:
+    """The graph without the norms that feed something else than their layer.
+
+    Each norm is folded into its layer with random factors; a norm that has another consumer,
+    or whose output is padded on the way, changes the model's output and is dropped.
+    """
+    candidates = [layer for layer in graph.layers if layer.norm is not None]
+    expected = model(example)
+
+    def unchanged(layers: list[LayerSpec]) -> bool:
+        folded = copy.deepcopy(model)
+        generator = torch.Generator().manual_seed(0)
+        for layer in layers:
+            _fold_randomly_(folded, layer, generator)
+        got = folded(example)
+        return bool(torch.allclose(got, expected, rtol=1e-3, atol=1e-3 * float(expected.std())))
+
+    if unchanged(candidates):
+        return graph
+    kept = {layer.name for layer in candidates if unchanged([layer])}
+    return replace(
+        graph,
+        layers=tuple(
+            layer if layer.name in kept else replace(layer, norm=None) for layer in graph.layers
+        ),
+    )
+
+
+def _fold_randomly_(model: nn.Module, layer: LayerSpec, generator: torch.Generator) -> None:
+    assert layer.norm is not None, "only candidates with a norm are folded"
+    norm, linear = model.get_submodule(layer.norm), model.get_submodule(layer.name)
+    assert isinstance(norm, nn.LayerNorm), "discovery names LayerNorms only"
+    assert isinstance(linear, nn.Linear), "only linear layers have a norm"
+    channels = linear.in_features
+    draw = torch.rand(2, channels, generator=generator).to(linear.weight)
+    fold = NormFold(ratio=draw[0] + 0.5, shift=draw[1] - 0.5)
+    bias = linear.bias if linear.bias is not None else linear.weight.new_zeros(linear.out_features)
+    weight, bias = fold.of_linear(linear.weight, bias)
+    norm_weight, norm_bias = fold.of_norm(norm.weight, norm.bias)
+    linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
+    norm.weight, norm.bias = nn.Parameter(norm_weight), nn.Parameter(norm_bias)

@@ -1,0 +1,327 @@
+"""AdaLog (Wu et al., ECCV 2024), calibrate stage: scales searched on the output of each layer.
+
+Weights are uniform per output channel; inputs behind a LayerNorm are fitted per channel and folded
+into the norm; the input behind GELU and the softmax output get a logarithmic quantizer with a
+searched base. Every layer is fitted on float inputs, so a fit depends on its own width only.
+
+The errors are evaluated in Gram form: for a row w and quantized inputs X, the output error is a
+quadratic form in w, so its cost does not depend on the number of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lampq.calibrate import LayerStats, MatmulStats
+from lampq.methods.base import LinearView
+from lampq.methods.compensate import compensated_codes
+from lampq.methods.search import Grid, SearchDepth, progressive_search, uniform_grid
+from lampq.quant.fold import NormFold, absorb_shift
+from lampq.quant.log import DENOMINATOR, LogQuantizer, ZeroCode
+from lampq.quant.modules import LayerFit, MatmulFit
+from lampq.quant.uniform import UniformQuantizer, uniform_round
+from lampq.types import LayerBits, LayerRole, MatmulSpec
+
+GELU_MINIMUM = 0.16997124254703522
+STEPS = range(10, 138)
+
+
+def _decoded(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    return uniform_round(x, scale, zero, bits).sub_(zero).mul_(scale)
+
+
+def _spread(tensor: Tensor, count: int) -> Tensor:
+    """At most ``count`` rows, evenly spread."""
+    if len(tensor) <= count:
+        return tensor
+    return tensor[torch.linspace(0, len(tensor) - 1, count).long()]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaLog:
+    """The calibrate stage of AdaLog.
+
+    ``tokens`` and ``maps`` bound the inputs and attention maps that score activation scales.
+    ``onebit``: at one bit, levels {0, scale} ("adalog") or two free levels ("affine").
+    ``compensation``: "none" rounds to nearest as published; "gptq" lets the weights that are not
+    yet rounded absorb the error of those that are, and of the input (GPTQ on the quantized input).
+    """
+
+    name: ClassVar[str] = "adalog"
+    depth: SearchDepth = field(default_factory=SearchDepth)
+    rounds: int = 2
+    tokens: int = 1024
+    maps: int = 8
+    zero_code: ZeroCode = "extra"
+    onebit: Literal["adalog", "affine"] = "adalog"
+    compensation: Literal["none", "gptq"] = "none"
+
+    def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
+        """The layer at that width."""
+        fold = None
+        weight, bias, inputs = layer.weight, layer.bias, stats.inputs
+        if layer.spec.norm is not None:
+            fold = self._fold(inputs, bits.activation)
+            weight, bias = fold.of_linear(weight, bias)
+            inputs = fold.of_inputs(inputs)
+        problem = _LayerProblem(self, weight, inputs, bits)
+        if layer.spec.role is LayerRole.PATCH_EMBED:
+            problem.search_weight()
+        elif layer.spec.role is LayerRole.FC2:
+            problem.search_log_input()
+            for _ in range(self.rounds):
+                problem.search_weight()
+                problem.search_log_input()
+        else:
+            problem.search_input(on_output=False)
+            for _ in range(self.rounds):
+                problem.search_weight()
+                problem.search_input(on_output=True)
+        return problem.finish(layer, bias, fold)
+
+    def _fold(self, inputs: Tensor, bits: int) -> NormFold:
+        """The fold of scales fitted to every channel on its own."""
+        rows = _spread(inputs, self.tokens).T.contiguous()  # (channels, tokens)
+        grid = self.input_grid(rows, bits)
+
+        def error(scale: Tensor, zero: Tensor) -> Tensor:
+            return (_decoded(rows, scale[:, None], zero[:, None], bits) - rows).square_().sum(1)
+
+        scale, zero = progressive_search(grid, error, self.depth)
+        return NormFold.between(scale, zero, scale.mean(), zero.mean().round())
+
+    def input_grid(self, rows: Tensor, bits: int) -> Grid:
+        """Candidates for an activation, one row per group."""
+        return uniform_grid(
+            rows,
+            bits,
+            candidates=self.depth.candidates,
+            max_zeros=2**bits,
+            affine=self.onebit == "affine",
+        )
+
+    def weight_grid(self, rows: Tensor, bits: int) -> Grid:
+        """Candidates for a weight or a matmul operand, one row per group."""
+        return uniform_grid(
+            rows,
+            bits,
+            candidates=self.depth.candidates,
+            max_zeros=max(1, 2 ** (bits - 1)),
+            affine=self.onebit == "affine",
+        )
+
+    def fit_matmul(
+        self, site: MatmulSpec, left_bits: int, right_bits: int, stats: MatmulStats
+    ) -> MatmulFit:
+        """Operand quantizers per head; the softmax output gets a searched logarithmic base."""
+        left, right = _spread(stats.left, self.maps), _spread(stats.right, self.maps)
+        exact = left @ right
+        right_hat = right
+        fitted_left: UniformQuantizer | LogQuantizer
+        for _ in range(self.rounds):
+            if site.kind == "av":
+                fitted_left = self._softmax(left, right_hat, exact, left_bits)
+            else:
+                fitted_left = self._operand(left, left_bits, lambda a: a @ right_hat - exact)
+            left_hat = fitted_left(left)
+            fitted_right = self._operand(right, right_bits, lambda b: left_hat @ b - exact)
+            right_hat = fitted_right(right)
+        return MatmulFit(site, fitted_left, fitted_right)
+
+    def _operand(self, operand: Tensor, bits: int, residual: object) -> UniformQuantizer:
+        """A uniform quantizer per head, by the error of the product."""
+        assert callable(residual), "the residual of the product"
+        rows = operand.transpose(0, 1).flatten(1)  # (heads, values)
+
+        def per_head(values: Tensor) -> Tensor:
+            return values.square_().sum(dim=(0, 2, 3))
+
+        def cheap(scale: Tensor, zero: Tensor) -> Tensor:
+            return per_head(_decoded(operand, *_heads(scale, zero), bits) - operand)
+
+        def error(scale: Tensor, zero: Tensor) -> Tensor:
+            return per_head(residual(_decoded(operand, *_heads(scale, zero), bits)))
+
+        grid = self.weight_grid(rows, bits)
+        scale, zero = progressive_search(grid, error, self.depth, cheap)
+        return UniformQuantizer(bits, *_heads(scale, zero))
+
+    def _softmax(self, left: Tensor, right: Tensor, exact: Tensor, bits: int) -> LogQuantizer:
+        """A logarithmic quantizer with scale one and the base of least product error."""
+        logs = left.clamp_min(1e-15).log2_()
+        one = left.new_ones(1)
+
+        def cheap(step: int) -> float:
+            return float((_log_decoded(logs, one, step, bits, self) - left).square_().sum())
+
+        steps: list[int] = list(STEPS)
+        if self.depth.screen:
+            steps = sorted(steps, key=cheap)[: self.depth.screen]
+
+        def error(step: int) -> float:
+            return float((self._log(bits, one, step)(left) @ right - exact).square_().sum())
+
+        return self._log(bits, one, min(steps, key=error))
+
+    def _log(
+        self, bits: int, scale: Tensor, step: int, shift: Tensor | None = None
+    ) -> LogQuantizer:
+        shift = torch.zeros_like(scale) if shift is None else shift
+        return LogQuantizer(bits, scale, shift, shift, step=step, zero_code=self.zero_code)
+
+
+def _heads(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    return scale[:, None, None], zero[:, None, None]
+
+
+def _log_decoded(logs: Tensor, scale: Tensor, step: int, bits: int, method: AdaLog) -> Tensor:
+    """Powers nearest to 2**logs, by the smooth formula that the table rounds."""
+    codes = (scale.log2() - logs).mul_(DENOMINATOR / step).round_().clamp_min_(0)
+    beyond = codes >= 2**bits - (method.zero_code == "reserved")
+    return codes.mul_(-step / DENOMINATOR).exp2_().mul_(scale).masked_fill_(beyond, 0.0)
+
+
+class _LayerProblem:
+    """The alternating search for one layer: weight grid given the input's, and back."""
+
+    def __init__(self, method: AdaLog, weight: Tensor, inputs: Tensor, bits: LayerBits) -> None:
+        self.method, self.bits = method, bits
+        self.weight, self.inputs = weight, inputs
+        self.sampled = _spread(inputs, method.tokens)
+        self.input_quantizer: UniformQuantizer | LogQuantizer | None = None
+        self.weight_quantizer = self._nearest_weight()
+
+    def _nearest_weight(self) -> UniformQuantizer:
+        """The grid of least weighted squared error of the weight itself."""
+        power = self.inputs.square().mean(dim=0)
+
+        def error(scale: Tensor, zero: Tensor) -> Tensor:
+            return self._weight_error(scale, zero).square_() @ power
+
+        grid = self.method.weight_grid(self.weight, self.bits.weight)
+        scale, zero = progressive_search(grid, error, self.method.depth)
+        return UniformQuantizer(self.bits.weight, scale[:, None], zero[:, None])
+
+    def _weight_error(self, scale: Tensor, zero: Tensor) -> Tensor:
+        decoded = _decoded(self.weight, scale[:, None], zero[:, None], self.bits.weight)
+        return decoded.sub_(self.weight)
+
+    def _quantized_inputs(self) -> Tensor:
+        return self.inputs if self.input_quantizer is None else self.input_quantizer(self.inputs)
+
+    def gram(self) -> tuple[Tensor, Tensor]:
+        """Gram matrix of the quantized inputs, and their product with the output error so far.
+
+        With e = quantized weight - weight, the squared output error of a row is
+        e G e + 2 e c + constant.
+        """
+        quantized = self._quantized_inputs()
+        gram = quantized.T @ quantized
+        cross = quantized.T @ ((quantized - self.inputs) @ self.weight.T)  # (inputs, outputs)
+        return gram, cross.T.contiguous()
+
+    def search_weight(self) -> None:
+        """Weight scales of least output error with the input quantizer as it is."""
+        gram, cross = self.gram()
+        power = gram.diagonal().contiguous()
+
+        def cheap(scale: Tensor, zero: Tensor) -> Tensor:
+            e = self._weight_error(scale, zero)
+            return e.square() @ power + 2 * (e * cross).sum(dim=1)
+
+        def error(scale: Tensor, zero: Tensor) -> Tensor:
+            e = self._weight_error(scale, zero)
+            return ((e @ gram) + 2 * cross).mul_(e).sum(dim=1)
+
+        grid = self.method.weight_grid(self.weight, self.bits.weight)
+        scale, zero = progressive_search(grid, error, self.method.depth, cheap)
+        self.weight_quantizer = UniformQuantizer(self.bits.weight, scale[:, None], zero[:, None])
+
+    def _input_errors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Decoded weight, its squared column norms, and the exact output of the sampled tokens."""
+        decoded = self.weight_quantizer(self.weight)
+        return decoded, decoded.square().sum(dim=0), self.sampled @ self.weight.T
+
+    def search_input(self, *, on_output: bool) -> None:
+        """Input scale and zero point of least output error, or of least error of the input."""
+        x, bits = self.sampled, self.bits.activation
+        decoded, power, exact = self._input_errors()
+        if not on_output:
+            power = torch.ones_like(power)
+
+        def cheap(scale: Tensor, zero: Tensor) -> Tensor:
+            return ((_decoded(x, scale, zero, bits) - x).square_() @ power).sum()[None]
+
+        def error(scale: Tensor, zero: Tensor) -> Tensor:
+            output = _decoded(x, scale, zero, bits) @ decoded.T
+            return output.sub_(exact).square_().sum()[None]
+
+        grid = self.method.input_grid(x.reshape(1, -1), bits)
+        true = error if on_output else cheap
+        scale, zero = progressive_search(grid, true, self.method.depth, cheap)
+        self.input_quantizer = UniformQuantizer(bits, scale, zero)
+
+    def search_log_input(self) -> None:
+        """Scale and base of the shifted logarithmic quantizer of least output error."""
+        method, bits, depth = self.method, self.bits.activation, self.method.depth
+        shift = torch.clamp(-self.inputs.min(), min=GELU_MINIMUM)
+        x = self.sampled + shift
+        logs = x.clamp_min(1e-15).log2()
+        decoded, power, exact = self._input_errors()
+        exact = exact + shift * decoded.sum(dim=1)
+        positive = x[x > shift]
+        high = positive.max() if positive.numel() else x.max()
+        near = positive.kthvalue(max(1, round(0.9 * positive.numel()))).values
+        spacing = (high - near).clamp_min(1e-8) / 15
+        ladder = [near + spacing * i for i in range(16)]
+        current = ladder[-2] if self.input_quantizer is None else self.input_quantizer.scale
+
+        def cheap(pair: tuple[Tensor, int]) -> float:
+            guess = _log_decoded(logs, pair[0], pair[1], bits, method)
+            return float(guess.sub_(x).square_().sum(dim=0) @ power)
+
+        def error(pair: tuple[Tensor, int]) -> float:
+            fitted = method._log(bits, pair[0].reshape(1), pair[1])
+            return float((fitted(x) @ decoded.T).sub_(exact).square_().sum())
+
+        first = sorted(((current, step) for step in STEPS), key=cheap)[:8]
+        pairs = [(scale.reshape(()), step) for _, step in first for scale in (*ladder, current)]
+        pairs = sorted(pairs, key=cheap)[: depth.screen or len(pairs)]
+        pairs = sorted(pairs, key=error)[: depth.survivors]
+        offsets = torch.linspace(-0.5, 0.5, depth.offsets).tolist()
+        for _ in range(1, depth.steps):
+            finer = [(scale + spacing * o, step) for scale, step in pairs for o in offsets]
+            usable = [pair for pair in finer if float(pair[0]) > 0]
+            pairs = sorted((*pairs, *usable), key=error)[: depth.survivors]
+            spacing = spacing / (depth.offsets - 0.5)
+        scale, step = pairs[0]
+        self.input_quantizer = method._log(bits, scale.reshape(1), step, shift.reshape(1))
+
+    def finish(self, layer: LinearView, bias: Tensor, fold: NormFold | None) -> LayerFit:
+        """The fit, with the shift of a logarithmic input moved into the bias."""
+        codes, bias = self._codes(bias)
+        quantizer = self.input_quantizer
+        if isinstance(quantizer, LogQuantizer):
+            decoded = self.weight_quantizer.decode(codes)
+            bias = absorb_shift(bias, decoded, quantizer.shift)
+            quantizer = LogQuantizer(
+                quantizer.bits,
+                quantizer.scale,
+                quantizer.shift,
+                torch.zeros_like(quantizer.shift),
+                **quantizer.options(),
+            )
+        return LayerFit(
+            layer.spec, self.bits, codes, bias, self.weight_quantizer, quantizer, fold
+        )
+
+    def _codes(self, bias: Tensor) -> tuple[Tensor, Tensor]:
+        if self.method.compensation == "none":
+            return self.weight_quantizer.encode(self.weight), bias
+        return compensated_codes(
+            self.weight, bias, self.inputs, self._quantized_inputs(), self.weight_quantizer
+        )

@@ -1,0 +1,163 @@
+"""The contract of a base method, and the cache of its fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lampq.calibrate import LayerStats, MatmulStats, Stats
+from lampq.quant.modules import LayerFit, MatmulFit
+from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec, ModelGraph
+
+
+@dataclass(frozen=True, slots=True)
+class LinearView:
+    """A linear layer or patch embedding as a matrix: y = weight @ x + bias."""
+
+    spec: LayerSpec
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, model: nn.Module, spec: LayerSpec) -> LinearView:
+        """The view of one layer; a missing bias is zero."""
+        module = model.get_submodule(spec.name)
+        assert isinstance(module, nn.Linear | nn.Conv2d), "discovery names linear layers only"
+        weight = module.weight.detach().flatten(1)
+        bias = module.bias
+        return cls(spec, weight, weight.new_zeros(len(weight)) if bias is None else bias.detach())
+
+
+class Method(Protocol):
+    """Quantizes one layer at one width, from float parameters and calibration statistics.
+
+    A fit depends on this layer, this width and these statistics only. Nothing is modified.
+    """
+
+    name: ClassVar[str]
+
+    def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
+        """The layer at that width."""
+        ...
+
+    def fit_matmul(
+        self, site: MatmulSpec, left_bits: int, right_bits: int, stats: MatmulStats
+    ) -> MatmulFit:
+        """The operand quantizers of an attention matmul."""
+        ...
+
+
+class FitStore(Protocol):
+    """Keeps fits between runs."""
+
+    def load(self, spec: LayerSpec, bits: LayerBits) -> LayerFit | None:
+        """The stored fit, if there is one."""
+        ...
+
+    def save(self, fit: LayerFit) -> None:
+        """Store a fit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SiteWidths:
+    """The widths of all sites that the plan does not name.
+
+    ``edge``: patch embedding, head and Swin's reduction. ``matmul``: both operands of the attention
+    products, or None to follow the plan (q, k, v as the block's qkv, softmax as its proj).
+    """
+
+    edge: LayerBits
+    matmul: int | None
+
+    def of_matmul(self, site: MatmulSpec, plan: BitPlan) -> tuple[int, int]:
+        """Widths of the left and the right operand."""
+        if self.matmul is not None:
+            return self.matmul, self.matmul
+        own = {layer.role.value: plan[layer.name] for layer in plan.layers
+               if layer.block == site.block}
+        inner = own["qkv"].activation
+        return (inner, inner) if site.kind == "qk" else (own["proj"].activation, inner)
+
+
+class FitCache:
+    """Fits of a method by layer and width, each computed at most once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: ModelGraph,
+        method: Method,
+        stats: Mapping[str, Stats],
+        sites: SiteWidths,
+        store: FitStore | None = None,
+    ) -> None:
+        self.model, self.graph, self.sites = model, graph, sites
+        self._method, self._stats, self._store = method, stats, store
+        self._fits: dict[tuple[str, LayerBits], LayerFit] = {}
+        self._matmuls: dict[tuple[str, int, int], MatmulFit] = {}
+        self._errors: dict[tuple[str, LayerBits], float] = {}
+
+    def inputs(self, name: str) -> Tensor:
+        """Float inputs of a layer on the calibration images, (tokens, channels)."""
+        stats = self._stats[name]
+        assert isinstance(stats, LayerStats), "layers have layer statistics"
+        return stats.inputs
+
+    def layer(self, name: str, bits: LayerBits) -> LayerFit:
+        """The fit of one layer at one width."""
+        key = (name, bits)
+        if key not in self._fits:
+            spec = self.graph.layer(name)
+            fit = None if self._store is None else self._store.load(spec, bits)
+            if fit is None:
+                stats = self._stats[name]
+                assert isinstance(stats, LayerStats), "layers have layer statistics"
+                with torch.no_grad():
+                    fit = self._method.fit(LinearView.of(self.model, spec), bits, stats)
+                if self._store is not None:
+                    self._store.save(fit)
+            self._fits[key] = fit
+        return self._fits[key]
+
+    def matmul(self, site: MatmulSpec, left_bits: int, right_bits: int) -> MatmulFit:
+        """The fit of one attention product."""
+        key = (site.name, left_bits, right_bits)
+        if key not in self._matmuls:
+            stats = self._stats[site.name]
+            assert isinstance(stats, MatmulStats), "matmuls have matmul statistics"
+            with torch.no_grad():
+                self._matmuls[key] = self._method.fit_matmul(site, left_bits, right_bits, stats)
+        return self._matmuls[key]
+
+    def of_plan(self, plan: BitPlan) -> tuple[list[LayerFit], list[MatmulFit]]:
+        """Fits of every site of the model under a plan."""
+        layers = [
+            self.layer(spec.name, plan[spec.name] if spec.name in plan else self.sites.edge)
+            for spec in self.graph.layers
+        ]
+        matmuls = [
+            self.matmul(site, *self.sites.of_matmul(site, plan)) for site in self.graph.matmuls
+        ]
+        return layers, matmuls
+
+    def error(self, name: str, bits: LayerBits) -> float:
+        """Relative squared error of the layer's output on its float inputs (bias apart)."""
+        key = (name, bits)
+        if key not in self._errors:
+            view = LinearView.of(self.model, self.graph.layer(name))
+            exact = self.inputs(name) @ view.weight.T
+            error = layer_output(self.layer(name, bits), self.inputs(name)) - view.bias - exact
+            self._errors[key] = float(error.square().sum() / exact.square().sum())
+        return self._errors[key]
+
+
+def layer_output(fit: LayerFit, inputs: Tensor) -> Tensor:
+    """Output of a fitted layer on inputs (tokens, channels) of the float model."""
+    folded = inputs if fit.fold is None else fit.fold.of_inputs(inputs)
+    quantized = folded if fit.input_quantizer is None else fit.input_quantizer(folded)
+    return quantized @ fit.weight.T + fit.bias

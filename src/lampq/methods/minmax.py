@@ -1,0 +1,53 @@
+"""Round to nearest between the extremes: the baseline every method must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from lampq.calibrate import LayerStats, MatmulStats
+from lampq.methods.base import LinearView
+from lampq.quant.modules import LayerFit, MatmulFit
+from lampq.quant.uniform import UniformQuantizer
+from lampq.types import LayerBits, LayerRole, MatmulSpec
+
+PICTURE_BITS = 8
+
+
+def per_row(weight: Tensor, bits: int) -> UniformQuantizer:
+    """One grid per output channel, from its smallest to its largest weight."""
+    low, high = weight.amin(dim=1, keepdim=True), weight.amax(dim=1, keepdim=True)
+    return UniformQuantizer.between(bits, low, high, whole=bits > 1)
+
+
+def per_tensor(x: Tensor, bits: int) -> UniformQuantizer:
+    """One grid from the smallest to the largest value."""
+    return UniformQuantizer.between(bits, x.min(), x.max(), whole=bits > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class MinMax:
+    """Weights per output channel, activations per tensor, no search.
+
+    At one bit the grid is the pair {smallest, largest}.
+    """
+
+    name: ClassVar[str] = "minmax"
+
+    def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
+        """The layer at that width; pictures keep eight bits."""
+        weight_quantizer = per_row(layer.weight, bits.weight)
+        picture = layer.spec.role is LayerRole.PATCH_EMBED
+        inputs = per_tensor(stats.inputs, PICTURE_BITS if picture else bits.activation)
+        codes = weight_quantizer.encode(layer.weight)
+        return LayerFit(layer.spec, bits, codes, layer.bias, weight_quantizer, inputs)
+
+    def fit_matmul(
+        self, site: MatmulSpec, left_bits: int, right_bits: int, stats: MatmulStats
+    ) -> MatmulFit:
+        """One grid per operand."""
+        return MatmulFit(
+            site, per_tensor(stats.left, left_bits), per_tensor(stats.right, right_bits)
+        )

@@ -1,0 +1,116 @@
+"""Candidate grids and the progressive search that the methods share.
+
+The search follows AdaLog's fast progressive combining search (Wu et al., ECCV 2024): a coarse grid
+of scales and zero points, then finer and finer steps of scale around the survivors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Error = Callable[[Tensor, Tensor], Tensor]
+"""Squared error of each group at scales (groups,) and zero points (groups,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Candidates (candidates, groups) and the spacing of their scales (groups,)."""
+
+    scale: Tensor
+    zero: Tensor
+    spacing: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SearchDepth:
+    """How much of the candidate space is scored.
+
+    ``screen`` candidates, the best by the cheap error, are scored by the true one (0: all of
+    them are). ``survivors`` of these are refined ``steps`` - 1 times with ``offsets`` new scales.
+    """
+
+    candidates: int = 128
+    screen: int = 16
+    survivors: int = 4
+    offsets: int = 8
+    steps: int = 3
+
+
+# AdaLog's own numbers: every candidate is scored by the true error, six steps
+EXHAUSTIVE = SearchDepth(screen=0, survivors=16, offsets=8, steps=6)
+
+
+def quantiles(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Lower and upper quantile of each row (groups, values), without a limit on the size."""
+    n = rows.shape[1]
+    k = min(n, round((1 - share) * n) + 1)
+    return rows.kthvalue(k, dim=1).values, rows.kthvalue(n + 1 - k, dim=1).values
+
+
+def uniform_grid(
+    rows: Tensor, bits: int, *, candidates: int, max_zeros: int, affine: bool = False
+) -> Grid:
+    """Scales between the 0.9 quantile range and the full range, zero points around the middle.
+
+    The zero point of the full range is always among them. ``affine`` is the one-bit reading with
+    two free levels instead of {0, scale}.
+    """
+    top = 2**bits - 1
+    near_low, near_high = quantiles(rows, 0.9)
+    low, high = rows.amin(dim=1), rows.amax(dim=1)
+    count = min(max_zeros, 16)
+    middle = 2 ** (bits - 1)
+    around = torch.arange(count, dtype=rows.dtype) + (middle - count // 2)
+    span = (high - low).clamp_min(1e-8)
+    own = -low / span * top
+    if affine and bits == 1:
+        zeros = torch.stack([torch.full_like(own, 0.5), own])
+        narrow = 0.5 * (near_high - near_low)
+    else:
+        zeros = torch.cat([around[:, None].expand(-1, len(rows)), own.round().clamp(0, top)[None]])
+        narrow = near_high - near_low
+    narrow = torch.minimum(narrow.clamp_min(1e-8), span)
+    steps = max(2, candidates // count)
+    ramp = torch.linspace(0, 1, steps, dtype=rows.dtype)[:, None]
+    scales = (narrow + ramp * (span - narrow)) / top  # (steps, groups)
+    shape = (steps, len(zeros), len(rows))
+    return Grid(
+        scale=scales[:, None].expand(shape).flatten(0, 1),
+        zero=zeros[None].expand(shape).flatten(0, 1),
+        spacing=(span - narrow) / top / (steps - 1),
+    )
+
+
+def _score(error: Error, scale: Tensor, zero: Tensor) -> Tensor:
+    return torch.stack([error(s, z) for s, z in zip(scale, zero, strict=True)])
+
+
+def _best(errors: Tensor, count: int, *columns: Tensor) -> list[Tensor]:
+    index = errors.topk(min(count, len(errors)), dim=0, largest=False).indices
+    return [column.gather(0, index) for column in columns]
+
+
+def progressive_search(
+    grid: Grid, error: Error, depth: SearchDepth, cheap: Error | None = None
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of least error, for each group (groups,)."""
+    scale, zero, spacing = grid.scale, grid.zero, grid.spacing
+    if cheap is not None and depth.screen:
+        scale, zero = _best(_score(cheap, scale, zero), depth.screen, scale, zero)
+    survivors = depth.survivors if depth.steps > 1 else 1
+    scale, zero = _best(_score(error, scale, zero), survivors, scale, zero)
+    offsets = torch.linspace(-0.5, 0.5, depth.offsets, dtype=scale.dtype)
+    for step in range(1, depth.steps):
+        moved = scale[:, None] + offsets[:, None] * spacing  # (survivors, offsets, groups)
+        finer = moved.clamp_min(spacing.new_tensor(1e-8)).flatten(0, 1)
+        copied = zero[:, None].expand(moved.shape).flatten(0, 1)
+        # the survivors stay in the race, so that a step never loses ground
+        scale, zero = torch.cat([scale, finer]), torch.cat([zero, copied])
+        survivors = depth.survivors if step < depth.steps - 1 else 1
+        scale, zero = _best(_score(error, scale, zero), survivors, scale, zero)
+        spacing = spacing / (depth.offsets - 0.5)
+    return scale[0], zero[0]

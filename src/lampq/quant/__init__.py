@@ -1,0 +1,22 @@
+"""How numbers become codes."""
+
+from lampq.quant.base import Quantizer, describe, rebuild
+from lampq.quant.fold import NormFold, absorb_shift
+from lampq.quant.log import LogQuantizer
+from lampq.quant.modules import LayerFit, MatmulFit, QuantLinear, QuantMatMul, assemble
+from lampq.quant.uniform import UniformQuantizer
+
+__all__ = [
+    "LayerFit",
+    "LogQuantizer",
+    "MatmulFit",
+    "NormFold",
+    "QuantLinear",
+    "QuantMatMul",
+    "Quantizer",
+    "UniformQuantizer",
+    "absorb_shift",
+    "assemble",
+    "describe",
+    "rebuild",
+]

@@ -1,0 +1,79 @@
+"""The contract of every quantizer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lampq.errors import FormatError
+
+
+class Quantizer(nn.Module, ABC):
+    """Maps floats to integer codes and back. Fitted when built, never changed after.
+
+    ``kind``, ``bits``, ``options()`` and the buffers are the whole quantizer.
+    """
+
+    kind: ClassVar[str]
+    bits: int
+
+    @property
+    def n_codes(self) -> int:
+        """How many codes ``encode`` can give."""
+        return int(2**self.bits)
+
+    @abstractmethod
+    def _round(self, x: Tensor) -> Tensor:
+        """Codes as whole-numbered floats."""
+
+    @abstractmethod
+    def _value(self, codes: Tensor) -> Tensor:
+        """Floats of whole-numbered float codes."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Integer codes in [0, n_codes), shape of x."""
+        return self._round(x).int()
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The float each code stands for."""
+        return self._value(codes.to(self._dtype()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same as ``decode(encode(x))``, without leaving floating point."""
+        return self._value(self._round(x))
+
+    def options(self) -> dict[str, Any]:
+        """What, besides bits and buffers, is needed to build the quantizer again."""
+        return {}
+
+    def _dtype(self) -> Any:
+        return next(self.buffers()).dtype
+
+
+KINDS: dict[str, type[Quantizer]] = {}
+
+
+def register(cls: type[Quantizer]) -> type[Quantizer]:
+    """Make a quantizer loadable by its kind."""
+    KINDS[cls.kind] = cls
+    return cls
+
+
+def describe(quantizer: Quantizer) -> dict[str, Any]:
+    """Kind, bits and options, ready for a file header."""
+    return {"kind": quantizer.kind, "bits": quantizer.bits, **quantizer.options()}
+
+
+def rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Quantizer:
+    """The quantizer that ``describe`` and its buffers came from."""
+    fields = dict(description)
+    kind = fields.pop("kind", None)
+    if kind not in KINDS:
+        raise FormatError(f"unknown quantizer kind {kind!r}; known: {', '.join(sorted(KINDS))}")
+    try:
+        return KINDS[kind](**fields, **tensors)
+    except TypeError as error:
+        raise FormatError(f"quantizer {kind!r} cannot be rebuilt: {error}") from error

@@ -1,0 +1,43 @@
+"""Changes of variable that leave the float function as it is.
+
+RepQ-ViT (Li et al., ICCV 2023): channel-wise scales of a LayerNorm output are moved into the norm
+and the next weight. AdaLog: the shift of a log quantizer is moved into the next bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NormFold:
+    """The change of variable x' = x / ratio - shift on the output of a norm."""
+
+    ratio: Tensor
+    shift: Tensor
+
+    def of_norm(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Parameters of the norm that gives x' instead of x."""
+        return weight / self.ratio, bias / self.ratio - self.shift
+
+    def of_linear(self, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Parameters of the linear layer that takes x' instead of x."""
+        scaled = weight * self.ratio
+        return scaled, bias + scaled @ self.shift
+
+    def of_inputs(self, inputs: Tensor) -> Tensor:
+        """x' of x."""
+        return inputs / self.ratio - self.shift
+
+    @classmethod
+    def between(cls, scale: Tensor, zero: Tensor, to_scale: Tensor, to_zero: Tensor) -> NormFold:
+        """The fold that takes a grid per channel to one grid for all channels."""
+        ratio = scale / to_scale
+        return cls(ratio, to_zero * to_scale - zero * scale / ratio)
+
+
+def absorb_shift(bias: Tensor, decoded_weight: Tensor, shift: Tensor) -> Tensor:
+    """The bias of a layer whose input arrives larger by ``shift`` in every channel."""
+    return bias - shift * decoded_weight.sum(dim=1)

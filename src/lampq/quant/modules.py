@@ -1,0 +1,148 @@
+"""Quantized layers and matmuls, and the model assembled from them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lampq.errors import GraphError
+from lampq.quant.base import Quantizer
+from lampq.quant.fold import NormFold
+from lampq.types import LayerBits, LayerSpec, MatmulSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFit:
+    """One layer quantized at one width: all that is needed to rebuild it.
+
+    ``codes`` has the shape (outputs, inputs), also for a convolution; ``bias`` is final.
+    """
+
+    spec: LayerSpec
+    bits: LayerBits
+    codes: Tensor
+    bias: Tensor
+    weight_quantizer: Quantizer
+    input_quantizer: Quantizer | None
+    fold: NormFold | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The decoded weight, after folding."""
+        return self.weight_quantizer.decode(self.codes)
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulFit:
+    """The two operand quantizers of one attention matmul."""
+
+    spec: MatmulSpec
+    left: Quantizer
+    right: Quantizer
+
+
+class QuantLayer(nn.Module):
+    """A linear layer or convolution that multiplies decoded codes."""
+
+    codes: Tensor
+    bias: Tensor
+    weight: Tensor
+
+    def __init__(self, fit: LayerFit, weight_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.spec, self.bits = fit.spec, fit.bits
+        self.register_buffer("codes", fit.codes.to(torch.uint8))
+        self.register_buffer("bias", fit.bias)
+        self.register_buffer("weight", fit.weight.reshape(weight_shape), persistent=False)
+        self.weight_quantizer = fit.weight_quantizer
+        self.input_quantizer = fit.input_quantizer
+
+    def _quantized_input(self, x: Tensor) -> Tensor:
+        return x if self.input_quantizer is None else self.input_quantizer(x)
+
+    def extra_repr(self) -> str:
+        """Widths, for printing the model."""
+        return f"bits={self.bits}"
+
+
+class QuantLinear(QuantLayer):
+    """Quantized ``nn.Linear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Linear map of the quantized input."""
+        return F.linear(self._quantized_input(x), self.weight, self.bias)
+
+
+class QuantConv2d(QuantLayer):
+    """Quantized ``nn.Conv2d``."""
+
+    def __init__(self, fit: LayerFit, conv: nn.Conv2d) -> None:
+        super().__init__(fit, tuple(conv.weight.shape))
+        self.stride = conv.stride
+        self.padding = conv.padding
+        self.dilation = conv.dilation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolution of the quantized input."""
+        inputs = self._quantized_input(x)
+        return F.conv2d(inputs, self.weight, self.bias, self.stride, self.padding, self.dilation)
+
+
+class QuantMatMul(nn.Module):
+    """Matrix product of two quantized operands."""
+
+    def __init__(self, fit: MatmulFit) -> None:
+        super().__init__()
+        self.left, self.right = fit.left, fit.right
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b with both operands quantized."""
+        product: Tensor = self.left(a) @ self.right(b)
+        return product
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module at a dotted name of the model."""
+    parent_name, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent_name), child, module)
+
+
+def quantized_layer(fit: LayerFit, original: nn.Module) -> QuantLayer:
+    """The quantized form of one float layer."""
+    if isinstance(original, nn.Conv2d):
+        return QuantConv2d(fit, original)
+    if isinstance(original, nn.Linear):
+        return QuantLinear(fit, tuple(original.weight.shape))
+    raise GraphError(f"{fit.spec.name!r} is a {type(original).__name__}, not a linear layer")
+
+
+def assemble(
+    model: nn.Module, layers: Iterable[LayerFit], matmuls: Iterable[MatmulFit] = ()
+) -> nn.Module:
+    """A copy of the model (in its explicit form) with the fitted sites quantized."""
+    quantized = copy.deepcopy(model).eval()
+    for fit in layers:
+        install_(quantized, fit)
+    for matmul in matmuls:
+        replace_module(quantized, matmul.spec.name, QuantMatMul(matmul))
+    for parameter in quantized.parameters():
+        parameter.requires_grad_(requires_grad=False)
+    return quantized
+
+
+def install_(model: nn.Module, fit: LayerFit) -> None:
+    """Replace one float layer of the model by its fit, and fold its norm."""
+    original = model.get_submodule(fit.spec.name)
+    replace_module(model, fit.spec.name, quantized_layer(fit, original))
+    if fit.fold is not None:
+        assert fit.spec.norm is not None, "a fold belongs to a layer with a norm"
+        norm = model.get_submodule(fit.spec.norm)
+        assert isinstance(norm, nn.LayerNorm), "discovery names affine LayerNorms only"
+        weight, bias = fit.fold.of_norm(norm.weight.detach(), norm.bias.detach())
+        norm.weight = nn.Parameter(weight, requires_grad=False)
+        norm.bias = nn.Parameter(bias, requires_grad=False)
