@@ -1,11 +1,15 @@
 """Train one of the two bundled Fashion-MNIST models and write its weights and images.
 
-    python scripts/train_bundled.py vit  --data /usr/share/datasets/fashion-mnist --out runs/bundled
-    python scripts/train_bundled.py swin --data /usr/share/datasets/fashion-mnist --out runs/bundled
-    python scripts/train_bundled.py images --data /usr/share/datasets/fashion-mnist --out runs/bundled
+    data=/usr/share/datasets/fashion-mnist out=runs/bundled
+    python scripts/train_bundled.py images --data $data --out $out
+    python scripts/train_bundled.py swin --data $data --out $out --epochs 10 --erase 4
+    python scripts/train_bundled.py vit --data $data --out $out --epochs 16 --stop-after 5
+    python scripts/train_bundled.py vit --data $data --out $out/second --epochs 9 --rate 1e-3 \\
+        --erase 0 --init $out/vit.state.pt
 
 The data folder holds the four original ``*-ubyte.gz`` files (Debian: ``dataset-fashion-mnist``).
-Training resumes from ``<out>/<name>.state.pt`` when that file exists.
+Training resumes from ``<out>/<name>.state.pt`` when that file exists. The ViT is trained in two
+parts: five epochs with strong augmentation, then nine without erasing at half the rate.
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ ARCHITECTURES: dict[str, tuple[type[nn.Module], dict[str, object]]] = {
             "patch_size": 2,
             "in_chans": 1,
             "num_classes": 10,
-            "embed_dim": 40,
-            "depths": (2, 4),
+            "embed_dim": 32,
+            "depths": (2, 2),
             "num_heads": (2, 4),
             "window_size": 7,
         },
@@ -73,7 +77,7 @@ def normalise(images: Tensor) -> Tensor:
     return ((images.float() / 255 - MEAN) / STD)[:, None]
 
 
-def augment(images: Tensor, generator: torch.Generator) -> Tensor:
+def augment(images: Tensor, generator: torch.Generator, largest: int) -> Tensor:
     """Random flip, shift by up to two pixels and one erased square, per image."""
     n = len(images)
     flip = torch.rand(n, generator=generator) < 0.5
@@ -83,7 +87,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     rows = (dy[:, None] + torch.arange(28))[:, None, :, None]
     columns = (dx[:, None] + torch.arange(28))[:, None, None, :]
     shifted = padded[torch.arange(n)[:, None, None, None], 0, rows, columns]
-    size = torch.randint(0, 11, (n,), generator=generator)
+    size = torch.randint(0, largest + 1, (n,), generator=generator)
     top, left = torch.randint(0, 28, (2, n), generator=generator)
     y = torch.arange(28)[None, :, None]
     x = torch.arange(28)[None, None, :]
@@ -103,7 +107,18 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return hits / len(labels)
 
 
-def train(name: str, data: Path, out: Path, *, epochs: int, batch: int, rate: float) -> None:
+def train(
+    name: str,
+    data: Path,
+    out: Path,
+    *,
+    epochs: int,
+    batch: int,
+    rate: float,
+    erase: int,
+    stop_after: int | None,
+    init: Path | None,
+) -> None:
     """Train, report the test accuracy after every epoch, and write float16 weights."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
@@ -116,7 +131,11 @@ def train(name: str, data: Path, out: Path, *, epochs: int, batch: int, rate: fl
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=0.2
+    )
+    if init is not None:
+        model.load_state_dict(torch.load(init, weights_only=True)["model"])
     state_path, first = out / f"{name}.state.pt", 0
     if state_path.exists():
         state = torch.load(state_path, weights_only=True)
@@ -125,11 +144,11 @@ def train(name: str, data: Path, out: Path, *, epochs: int, batch: int, rate: fl
         schedule.load_state_dict(state["schedule"])
         generator.set_state(state["generator"])
         first = state["epoch"]
-    for epoch in range(first, epochs):
+    for epoch in range(first, min(epochs, stop_after or epochs)):
         start, model = time.perf_counter(), model.train()
         order = torch.randperm(len(images), generator=generator)[: len(images) // batch * batch]
         for index in order.split(batch):
-            inputs = augment(normalise(images[index]), generator)
+            inputs = augment(normalise(images[index]), generator, erase)
             loss = F.cross_entropy(model(inputs), labels[index], label_smoothing=0.05)
             optimizer.zero_grad()
             loss.backward()
@@ -184,6 +203,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--erase", type=int, default=10, help="largest erased square, in pixels")
+    parser.add_argument("--stop-after", type=int, help="end before the schedule does")
+    parser.add_argument("--init", type=Path, help="state file to start from")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -198,6 +220,9 @@ def main() -> None:
             epochs=options.epochs,
             batch=options.batch,
             rate=options.rate,
+            erase=options.erase,
+            stop_after=options.stop_after,
+            init=options.init,
         )
 
 

@@ -93,9 +93,7 @@ def gather(samples: Iterable[object] | Samples) -> Samples:
     images: list[Tensor] = []
     labels: list[Tensor] = []
     for item in samples:
-        picture, label = (
-            (item[0], item[1]) if isinstance(item, tuple | list) else (item, None)
-        )
+        picture, label = (item[0], item[1]) if isinstance(item, tuple | list) else (item, None)
         if not isinstance(picture, Tensor):
             raise DataError(f"samples must be tensors, got {type(picture).__name__}")
         images.append(picture if picture.ndim == 4 else picture[None])

@@ -91,8 +91,11 @@ class _Inject(nn.Module):
 
 
 @contextmanager
-def _starting_at(model: nn.Module, blocks: Sequence[str], first: int) -> Iterator[_Inject]:
+def _starting_at(model: nn.Module, blocks: Sequence[str], first: int | None) -> Iterator[_Inject]:
     """The model with the blocks before ``first`` left out, restored at the end."""
+    if first is None:
+        yield _Inject(model)
+        return
     originals = {name: model.get_submodule(name) for name in blocks[: first + 1]}
     inject = _Inject(originals[blocks[first]])
     try:
@@ -138,15 +141,19 @@ class PrefixCache:
                 self._inputs.append({i: x for i, x in inputs.items() if i % stride == 0})
         self.logits = torch.cat(logits)
 
-    @torch.no_grad()
+    def run(
+        self, model: nn.Module, first: int, *, grad: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Logits and labels, batch by batch, of a model that differs from block ``first`` on."""
+        start = max((i for i in self._inputs[0] if i <= first), default=None)
+        with _starting_at(model, self.blocks, start) as inject:
+            for number, (images, labels) in enumerate(self.samples.batches(self.batch)):
+                if start is not None:
+                    inject.stored = self._inputs[number][start]
+                with torch.set_grad_enabled(grad):
+                    logits = model(images)
+                yield logits, labels
+
     def predict(self, model: nn.Module, first: int) -> Tensor:
         """Logits of a model that differs from the reference in blocks ``first`` and later only."""
-        start = max((i for i in self._inputs[0] if i <= first), default=-1)
-        if start < 1:
-            return predict(model, self.samples, self.batch)
-        parts = []
-        with _starting_at(model, self.blocks, start) as inject:
-            for number, (images, _) in enumerate(self.samples.batches(self.batch)):
-                inject.stored = self._inputs[number][start]
-                parts.append(model(images))
-        return torch.cat(parts)
+        return torch.cat([logits for logits, _ in self.run(model, first)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from typing import Literal
 
 import numpy as np
@@ -16,7 +16,7 @@ MIN_BITS = 1
 MAX_BITS = 8
 
 
-class LayerRole(str, Enum):
+class LayerRole(StrEnum):
     """What a linear layer does; sensitivities are comparable within one role only."""
 
     QKV = "qkv"

@@ -16,7 +16,7 @@ class MatMul(nn.Module):
     """The product of two operands, as a site that can be quantized."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b."""
+        """A @ b."""
         return a @ b
 
 

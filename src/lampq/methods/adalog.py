@@ -19,7 +19,7 @@ from torch import Tensor
 from lampq.calibrate import LayerStats, MatmulStats
 from lampq.methods.base import LinearView
 from lampq.methods.compensate import compensated_codes
-from lampq.methods.search import Grid, SearchDepth, progressive_search, uniform_grid
+from lampq.methods.search import Error, Grid, SearchDepth, progressive_search, uniform_grid
 from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import DENOMINATOR, LogQuantizer, ZeroCode
 from lampq.quant.modules import LayerFit, MatmulFit
@@ -32,6 +32,13 @@ STEPS = range(10, 138)
 
 def _decoded(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     return uniform_round(x, scale, zero, bits).sub_(zero).mul_(scale)
+
+
+def _log_decoded(logs: Tensor, scale: Tensor, step: Tensor, bits: int, method: AdaLog) -> Tensor:
+    """Powers nearest to 2**logs, by the smooth formula that the table rounds."""
+    codes = (scale.log2() - logs).mul_(DENOMINATOR / step).round_().clamp_min_(0)
+    beyond = codes >= 2**bits - (method.zero_code == "reserved")
+    return codes.mul_(-step / DENOMINATOR).exp2_().mul_(scale).masked_fill_(beyond, 0.0)
 
 
 def _spread(tensor: Tensor, count: int) -> Tensor:
@@ -53,8 +60,8 @@ class AdaLog:
 
     name: ClassVar[str] = "adalog"
     depth: SearchDepth = field(default_factory=SearchDepth)
-    rounds: int = 2
-    tokens: int = 1024
+    rounds: int = 1
+    tokens: int = 768
     maps: int = 8
     zero_code: ZeroCode = "extra"
     onebit: Literal["adalog", "affine"] = "adalog"
@@ -89,9 +96,10 @@ class AdaLog:
         grid = self.input_grid(rows, bits)
 
         def error(scale: Tensor, zero: Tensor) -> Tensor:
-            return (_decoded(rows, scale[:, None], zero[:, None], bits) - rows).square_().sum(1)
+            guess = _decoded(rows, scale[..., None], zero[..., None], bits)
+            return guess.sub_(rows).square_().sum(dim=-1)
 
-        scale, zero = progressive_search(grid, error, self.depth)
+        scale, zero = progressive_search(grid, error, self.depth, elements=rows.numel())
         return NormFold.between(scale, zero, scale.mean(), zero.mean().round())
 
     def input_grid(self, rows: Tensor, bits: int) -> Grid:
@@ -126,29 +134,33 @@ class AdaLog:
             if site.kind == "av":
                 fitted_left = self._softmax(left, right_hat, exact, left_bits)
             else:
-                fitted_left = self._operand(left, left_bits, lambda a: a @ right_hat - exact)
+                fitted_left = self._operand(left, left_bits, exact, other=right_hat, first=True)
             left_hat = fitted_left(left)
-            fitted_right = self._operand(right, right_bits, lambda b: left_hat @ b - exact)
+            fitted_right = self._operand(right, right_bits, exact, other=left_hat, first=False)
             right_hat = fitted_right(right)
         return MatmulFit(site, fitted_left, fitted_right)
 
-    def _operand(self, operand: Tensor, bits: int, residual: object) -> UniformQuantizer:
-        """A uniform quantizer per head, by the error of the product."""
-        assert callable(residual), "the residual of the product"
-        rows = operand.transpose(0, 1).flatten(1)  # (heads, values)
+    def _operand(
+        self, operand: Tensor, bits: int, exact: Tensor, *, other: Tensor, first: bool
+    ) -> UniformQuantizer:
+        """A uniform quantizer per head, by the error of the product with the other operand."""
 
-        def per_head(values: Tensor) -> Tensor:
-            return values.square_().sum(dim=(0, 2, 3))
+        def guess(scale: Tensor, zero: Tensor) -> Tensor:  # (candidates, maps, heads, ., .)
+            return _decoded(operand, _of_heads(scale), _of_heads(zero), bits)
 
         def cheap(scale: Tensor, zero: Tensor) -> Tensor:
-            return per_head(_decoded(operand, *_heads(scale, zero), bits) - operand)
+            return guess(scale, zero).sub_(operand).square_().sum(dim=(1, 3, 4))
 
         def error(scale: Tensor, zero: Tensor) -> Tensor:
-            return per_head(residual(_decoded(operand, *_heads(scale, zero), bits)))
+            one = guess(scale, zero)
+            product = one @ other if first else other @ one
+            return product.sub_(exact).square_().sum(dim=(1, 3, 4))
 
-        grid = self.weight_grid(rows, bits)
-        scale, zero = progressive_search(grid, error, self.depth, cheap)
-        return UniformQuantizer(bits, *_heads(scale, zero))
+        grid = self.weight_grid(operand.transpose(0, 1).flatten(1), bits)
+        scale, zero = progressive_search(
+            grid, error, self.depth, cheap=cheap, elements=operand.numel()
+        )
+        return UniformQuantizer(bits, scale[:, None, None], zero[:, None, None])
 
     def _softmax(self, left: Tensor, right: Tensor, exact: Tensor, bits: int) -> LogQuantizer:
         """A logarithmic quantizer with scale one and the base of least product error."""
@@ -156,33 +168,26 @@ class AdaLog:
         one = left.new_ones(1)
 
         def cheap(step: int) -> float:
-            return float((_log_decoded(logs, one, step, bits, self) - left).square_().sum())
+            guess = _log_decoded(logs, one, one * step, bits, self)
+            return float(guess.sub_(left).square_().sum())
+
+        def error(step: int) -> float:
+            return float((self.log(bits, one, step)(left) @ right - exact).square_().sum())
 
         steps: list[int] = list(STEPS)
         if self.depth.screen:
             steps = sorted(steps, key=cheap)[: self.depth.screen]
+        return self.log(bits, one, min(steps, key=error))
 
-        def error(step: int) -> float:
-            return float((self._log(bits, one, step)(left) @ right - exact).square_().sum())
-
-        return self._log(bits, one, min(steps, key=error))
-
-    def _log(
-        self, bits: int, scale: Tensor, step: int, shift: Tensor | None = None
-    ) -> LogQuantizer:
+    def log(self, bits: int, scale: Tensor, step: int, shift: Tensor | None = None) -> LogQuantizer:
+        """A logarithmic quantizer with this method's zero code."""
         shift = torch.zeros_like(scale) if shift is None else shift
         return LogQuantizer(bits, scale, shift, shift, step=step, zero_code=self.zero_code)
 
 
-def _heads(scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-    return scale[:, None, None], zero[:, None, None]
-
-
-def _log_decoded(logs: Tensor, scale: Tensor, step: int, bits: int, method: AdaLog) -> Tensor:
-    """Powers nearest to 2**logs, by the smooth formula that the table rounds."""
-    codes = (scale.log2() - logs).mul_(DENOMINATOR / step).round_().clamp_min_(0)
-    beyond = codes >= 2**bits - (method.zero_code == "reserved")
-    return codes.mul_(-step / DENOMINATOR).exp2_().mul_(scale).masked_fill_(beyond, 0.0)
+def _of_heads(values: Tensor) -> Tensor:
+    """Values (candidates, heads) against operands (maps, heads, rows, columns)."""
+    return values[:, None, :, None, None]
 
 
 class _LayerProblem:
@@ -202,12 +207,18 @@ class _LayerProblem:
         def error(scale: Tensor, zero: Tensor) -> Tensor:
             return self._weight_error(scale, zero).square_() @ power
 
+        return self._searched_weight(error, None)
+
+    def _searched_weight(self, error: Error, cheap: Error | None) -> UniformQuantizer:
         grid = self.method.weight_grid(self.weight, self.bits.weight)
-        scale, zero = progressive_search(grid, error, self.method.depth)
+        scale, zero = progressive_search(
+            grid, error, self.method.depth, cheap=cheap, elements=self.weight.numel()
+        )
         return UniformQuantizer(self.bits.weight, scale[:, None], zero[:, None])
 
     def _weight_error(self, scale: Tensor, zero: Tensor) -> Tensor:
-        decoded = _decoded(self.weight, scale[:, None], zero[:, None], self.bits.weight)
+        """Errors of the weight (candidates, outputs, inputs)."""
+        decoded = _decoded(self.weight, scale[..., None], zero[..., None], self.bits.weight)
         return decoded.sub_(self.weight)
 
     def _quantized_inputs(self) -> Tensor:
@@ -231,15 +242,13 @@ class _LayerProblem:
 
         def cheap(scale: Tensor, zero: Tensor) -> Tensor:
             e = self._weight_error(scale, zero)
-            return e.square() @ power + 2 * (e * cross).sum(dim=1)
+            return (e * power).add_(2 * cross).mul_(e).sum(dim=-1)
 
         def error(scale: Tensor, zero: Tensor) -> Tensor:
             e = self._weight_error(scale, zero)
-            return ((e @ gram) + 2 * cross).mul_(e).sum(dim=1)
+            return (e @ gram).add_(2 * cross).mul_(e).sum(dim=-1)
 
-        grid = self.method.weight_grid(self.weight, self.bits.weight)
-        scale, zero = progressive_search(grid, error, self.method.depth, cheap)
-        self.weight_quantizer = UniformQuantizer(self.bits.weight, scale[:, None], zero[:, None])
+        self.weight_quantizer = self._searched_weight(error, cheap)
 
     def _input_errors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Decoded weight, its squared column norms, and the exact output of the sampled tokens."""
@@ -254,52 +263,60 @@ class _LayerProblem:
             power = torch.ones_like(power)
 
         def cheap(scale: Tensor, zero: Tensor) -> Tensor:
-            return ((_decoded(x, scale, zero, bits) - x).square_() @ power).sum()[None]
+            guess = _decoded(x, scale[..., None], zero[..., None], bits)
+            return (guess.sub_(x).square_() @ power).sum(dim=1, keepdim=True)
 
         def error(scale: Tensor, zero: Tensor) -> Tensor:
-            output = _decoded(x, scale, zero, bits) @ decoded.T
-            return output.sub_(exact).square_().sum()[None]
+            output = _decoded(x, scale[..., None], zero[..., None], bits) @ decoded.T
+            return output.sub_(exact).square_().sum(dim=(1, 2))[:, None]
 
         grid = self.method.input_grid(x.reshape(1, -1), bits)
         true = error if on_output else cheap
-        scale, zero = progressive_search(grid, true, self.method.depth, cheap)
-        self.input_quantizer = UniformQuantizer(bits, scale, zero)
+        scale, zero = progressive_search(
+            grid, true, self.method.depth, cheap=cheap, elements=x.numel()
+        )
+        self.input_quantizer = UniformQuantizer(bits, scale[0], zero[0])
 
     def search_log_input(self) -> None:
         """Scale and base of the shifted logarithmic quantizer of least output error."""
-        method, bits, depth = self.method, self.bits.activation, self.method.depth
+        method, bits = self.method, self.bits.activation
         shift = torch.clamp(-self.inputs.min(), min=GELU_MINIMUM)
         x = self.sampled + shift
         logs = x.clamp_min(1e-15).log2()
         decoded, power, exact = self._input_errors()
         exact = exact + shift * decoded.sum(dim=1)
+        few, few_logs = _spread(x, method.tokens // 4), _spread(logs, method.tokens // 4)
+
+        def cheap(scale: Tensor, step: Tensor) -> Tensor:
+            guess = _log_decoded(few_logs, scale[..., None], step[..., None], bits, method)
+            return (guess.sub_(few).square_() @ power).sum(dim=1, keepdim=True)
+
+        def error(scale: Tensor, step: Tensor) -> Tensor:
+            pairs = zip(scale, step, strict=True)
+            guesses = torch.stack([method.log(bits, s, int(q))(x) for s, q in pairs])
+            return (guesses @ decoded.T).sub_(exact).square_().sum(dim=(1, 2))[:, None]
+
+        grid = self._log_grid(x, shift, cheap)
+        scale, step = progressive_search(grid, error, method.depth, cheap=cheap, elements=x.numel())
+        self.input_quantizer = method.log(bits, scale, int(step), shift.reshape(1))
+
+    def _log_grid(self, x: Tensor, shift: Tensor, cheap: Error) -> Grid:
+        """The eight best bases at the scale so far, with every scale of a ladder."""
         positive = x[x > shift]
         high = positive.max() if positive.numel() else x.max()
         near = positive.kthvalue(max(1, round(0.9 * positive.numel()))).values
-        spacing = (high - near).clamp_min(1e-8) / 15
-        ladder = [near + spacing * i for i in range(16)]
-        current = ladder[-2] if self.input_quantizer is None else self.input_quantizer.scale
-
-        def cheap(pair: tuple[Tensor, int]) -> float:
-            guess = _log_decoded(logs, pair[0], pair[1], bits, method)
-            return float(guess.sub_(x).square_().sum(dim=0) @ power)
-
-        def error(pair: tuple[Tensor, int]) -> float:
-            fitted = method._log(bits, pair[0].reshape(1), pair[1])
-            return float((fitted(x) @ decoded.T).sub_(exact).square_().sum())
-
-        first = sorted(((current, step) for step in STEPS), key=cheap)[:8]
-        pairs = [(scale.reshape(()), step) for _, step in first for scale in (*ladder, current)]
-        pairs = sorted(pairs, key=cheap)[: depth.screen or len(pairs)]
-        pairs = sorted(pairs, key=error)[: depth.survivors]
-        offsets = torch.linspace(-0.5, 0.5, depth.offsets).tolist()
-        for _ in range(1, depth.steps):
-            finer = [(scale + spacing * o, step) for scale, step in pairs for o in offsets]
-            usable = [pair for pair in finer if float(pair[0]) > 0]
-            pairs = sorted((*pairs, *usable), key=error)[: depth.survivors]
-            spacing = spacing / (depth.offsets - 0.5)
-        scale, step = pairs[0]
-        self.input_quantizer = method._log(bits, scale.reshape(1), step, shift.reshape(1))
+        ladder = torch.linspace(0, 1, 16).to(x) * (high - near) + near
+        spacing = ((high - near) / 15).clamp_min(1e-8).reshape(1)
+        start = ladder[-2] if self.input_quantizer is None else self.input_quantizer.scale
+        steps = torch.tensor(list(STEPS), dtype=x.dtype)[:, None]
+        errors = cheap(start.reshape(1, 1).expand(steps.shape), steps)
+        best = steps[errors[:, 0].topk(8, largest=False).indices, 0]
+        scales = torch.cat([ladder, start.reshape(1)])
+        return Grid(
+            scale=scales.repeat(len(best))[:, None],
+            zero=best.repeat_interleave(len(scales))[:, None],
+            spacing=spacing,
+        )
 
     def finish(self, layer: LinearView, bias: Tensor, fold: NormFold | None) -> LayerFit:
         """The fit, with the shift of a logarithmic input moved into the bias."""
@@ -315,9 +332,7 @@ class _LayerProblem:
                 torch.zeros_like(quantizer.shift),
                 **quantizer.options(),
             )
-        return LayerFit(
-            layer.spec, self.bits, codes, bias, self.weight_quantizer, quantizer, fold
-        )
+        return LayerFit(layer.spec, self.bits, codes, bias, self.weight_quantizer, quantizer, fold)
 
     def _codes(self, bias: Tensor) -> tuple[Tensor, Tensor]:
         if self.method.compensation == "none":

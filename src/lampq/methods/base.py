@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lampq.calibrate import LayerStats, MatmulStats, Stats
+from lampq.progress import Progress
 from lampq.quant.modules import LayerFit, MatmulFit
 from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec, ModelGraph
 
@@ -78,8 +79,9 @@ class SiteWidths:
         """Widths of the left and the right operand."""
         if self.matmul is not None:
             return self.matmul, self.matmul
-        own = {layer.role.value: plan[layer.name] for layer in plan.layers
-               if layer.block == site.block}
+        own = {
+            layer.role.value: plan[layer.name] for layer in plan.layers if layer.block == site.block
+        }
         inner = own["qkv"].activation
         return (inner, inner) if site.kind == "qk" else (own["proj"].activation, inner)
 
@@ -94,8 +96,11 @@ class FitCache:
         method: Method,
         stats: Mapping[str, Stats],
         sites: SiteWidths,
+        *,
         store: FitStore | None = None,
+        progress: Progress | None = None,
     ) -> None:
+        self._progress = progress or Progress()
         self.model, self.graph, self.sites = model, graph, sites
         self._method, self._stats, self._store = method, stats, store
         self._fits: dict[tuple[str, LayerBits], LayerFit] = {}
@@ -117,7 +122,7 @@ class FitCache:
             if fit is None:
                 stats = self._stats[name]
                 assert isinstance(stats, LayerStats), "layers have layer statistics"
-                with torch.no_grad():
+                with torch.no_grad(), self._progress.stage("fit"):
                     fit = self._method.fit(LinearView.of(self.model, spec), bits, stats)
                 if self._store is not None:
                     self._store.save(fit)
@@ -130,14 +135,14 @@ class FitCache:
         if key not in self._matmuls:
             stats = self._stats[site.name]
             assert isinstance(stats, MatmulStats), "matmuls have matmul statistics"
-            with torch.no_grad():
+            with torch.no_grad(), self._progress.stage("fit"):
                 self._matmuls[key] = self._method.fit_matmul(site, left_bits, right_bits, stats)
         return self._matmuls[key]
 
     def of_plan(self, plan: BitPlan) -> tuple[list[LayerFit], list[MatmulFit]]:
         """Fits of every site of the model under a plan."""
         layers = [
-            self.layer(spec.name, plan[spec.name] if spec.name in plan else self.sites.edge)
+            self.layer(spec.name, plan.get(spec.name, self.sites.edge))
             for spec in self.graph.layers
         ]
         matmuls = [

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 Error = Callable[[Tensor, Tensor], Tensor]
-"""Squared error of each group at scales (groups,) and zero points (groups,)."""
+"""Squared errors (candidates, groups) at scales and zero points (candidates, groups)."""
+CHUNK = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class SearchDepth:
 
     candidates: int = 128
     screen: int = 16
-    survivors: int = 4
-    offsets: int = 8
+    survivors: int = 3
+    offsets: int = 6
     steps: int = 3
 
 
@@ -85,8 +86,11 @@ def uniform_grid(
     )
 
 
-def _score(error: Error, scale: Tensor, zero: Tensor) -> Tensor:
-    return torch.stack([error(s, z) for s, z in zip(scale, zero, strict=True)])
+def _score(error: Error, scale: Tensor, zero: Tensor, elements: int) -> Tensor:
+    """Errors of all candidates, so many at a time that their tensors stay in the cache."""
+    size = max(1, CHUNK // elements)
+    pieces = zip(scale.split(size), zero.split(size), strict=True)
+    return torch.cat([error(s, z) for s, z in pieces])
 
 
 def _best(errors: Tensor, count: int, *columns: Tensor) -> list[Tensor]:
@@ -95,22 +99,25 @@ def _best(errors: Tensor, count: int, *columns: Tensor) -> list[Tensor]:
 
 
 def progressive_search(
-    grid: Grid, error: Error, depth: SearchDepth, cheap: Error | None = None
+    grid: Grid, error: Error, depth: SearchDepth, *, elements: int, cheap: Error | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of least error, for each group (groups,)."""
+    """Scale and zero point of least error, for each group (groups,).
+
+    ``elements`` is the number of values that one candidate quantizes. The zero point may be any
+    second parameter: it is carried along, not refined.
+    """
     scale, zero, spacing = grid.scale, grid.zero, grid.spacing
     if cheap is not None and depth.screen:
-        scale, zero = _best(_score(cheap, scale, zero), depth.screen, scale, zero)
+        scale, zero = _best(_score(cheap, scale, zero, elements), depth.screen, scale, zero)
     survivors = depth.survivors if depth.steps > 1 else 1
-    scale, zero = _best(_score(error, scale, zero), survivors, scale, zero)
+    scale, zero = _best(_score(error, scale, zero, elements), survivors, scale, zero)
     offsets = torch.linspace(-0.5, 0.5, depth.offsets, dtype=scale.dtype)
     for step in range(1, depth.steps):
         moved = scale[:, None] + offsets[:, None] * spacing  # (survivors, offsets, groups)
-        finer = moved.clamp_min(spacing.new_tensor(1e-8)).flatten(0, 1)
-        copied = zero[:, None].expand(moved.shape).flatten(0, 1)
         # the survivors stay in the race, so that a step never loses ground
-        scale, zero = torch.cat([scale, finer]), torch.cat([zero, copied])
+        scale = torch.cat([scale, torch.where(moved > 0, moved, scale[:, None]).flatten(0, 1)])
+        zero = torch.cat([zero, zero[:, None].expand(moved.shape).flatten(0, 1)])
         survivors = depth.survivors if step < depth.steps - 1 else 1
-        scale, zero = _best(_score(error, scale, zero), survivors, scale, zero)
+        scale, zero = _best(_score(error, scale, zero, elements), survivors, scale, zero)
         spacing = spacing / (depth.offsets - 0.5)
     return scale[0], zero[0]

@@ -28,7 +28,7 @@ class NormFold:
         return scaled, bias + scaled @ self.shift
 
     def of_inputs(self, inputs: Tensor) -> Tensor:
-        """x' of x."""
+        """X' of x."""
         return inputs / self.ratio - self.shift
 
     @classmethod

@@ -66,7 +66,7 @@ class LogQuantizer(Quantizer):
         self.table, self.zero_code = table, zero_code
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
-        self.register_buffer("offset", offset)
+        self.register_buffer("offset", offset.clone())
         powers = log_levels(bits, step, denominator, table=table).to(scale.dtype) * scale
         zero = torch.zeros(1, dtype=scale.dtype, device=scale.device)
         kept = powers[: self.n_codes - 1]
@@ -96,14 +96,10 @@ class LogQuantizer(Quantizer):
     def log2(cls, bits: int, scale: Tensor, zero_code: ZeroCode = "extra") -> LogQuantizer:
         """Powers of two."""
         none = torch.zeros_like(scale)
-        return cls(
-            bits, scale, none, none, step=1, denominator=1, table=False, zero_code=zero_code
-        )
+        return cls(bits, scale, none, none, step=1, denominator=1, table=False, zero_code=zero_code)
 
     @classmethod
     def log_sqrt2(cls, bits: int, scale: Tensor, zero_code: ZeroCode = "extra") -> LogQuantizer:
         """Powers of the square root of two (RepQ-ViT)."""
         none = torch.zeros_like(scale)
-        return cls(
-            bits, scale, none, none, step=1, denominator=2, table=False, zero_code=zero_code
-        )
+        return cls(bits, scale, none, none, step=1, denominator=2, table=False, zero_code=zero_code)

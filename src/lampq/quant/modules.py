@@ -101,7 +101,7 @@ class QuantMatMul(nn.Module):
         self.left, self.right = fit.left, fit.right
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b with both operands quantized."""
+        """A @ b with both operands quantized."""
         product: Tensor = self.left(a) @ self.right(b)
         return product
 

@@ -1,0 +1,5 @@
+"""python -m lampq."""
+
+from lampq.cli import main
+
+main()

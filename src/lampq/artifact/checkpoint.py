@@ -1,0 +1,224 @@
+"""Save and load: one safetensors file with packed codes; plan and format version in its header."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_bytes
+from torch import Tensor, nn
+
+from lampq.artifact.pack import pack, unpack
+from lampq.errors import FormatError, LampqError
+from lampq.graph.attention import explicit
+from lampq.models import ModelSource, load_state
+from lampq.quant.base import Quantizer, describe, rebuild
+from lampq.quant.modules import (
+    LayerFit,
+    MatmulFit,
+    QuantLayer,
+    QuantMatMul,
+    quantized_layer,
+    replace_module,
+)
+from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec
+from lampq.version import __version__
+
+FORMAT_VERSION = 1
+KEY = "lampq"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that it is either complete or not there; what was there stays until then."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise LampqError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def _stored_quantizer(name: str, quantizer: Quantizer) -> dict[str, Tensor]:
+    """Buffers of a quantizer; whole zero points take one byte each."""
+    stored = {}
+    for key, value in quantizer.state_dict().items():
+        small = key == "zero" and bool(
+            ((value == value.round()) & (value >= 0) & (value < 256)).all()
+        )
+        stored[f"{name}.{key}"] = value.to(torch.uint8) if small else value
+    return stored
+
+
+def _loaded_quantizer(
+    name: str, description: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> Quantizer:
+    prefix = f"{name}."
+    mine = {k: tensors.pop(k) for k in list(tensors) if k.startswith(prefix)}
+    buffers = {
+        key.removeprefix(prefix): value.float() if value.dtype == torch.uint8 else value
+        for key, value in mine.items()
+    }
+    return rebuild(description, buffers)
+
+
+def checkpoint_bytes(model: nn.Module, source: ModelSource, notes: Mapping[str, Any]) -> bytes:
+    """The whole file of a quantized model; ``notes`` go into its header."""
+    tensors: dict[str, Tensor] = {}
+    layers: dict[str, Any] = {}
+    matmuls: dict[str, Any] = {}
+    state = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLayer):
+            _drop(state, name)
+            tensors[f"{name}.codes"] = pack(module.codes, module.bits.weight)
+            tensors[f"{name}.bias"] = module.bias
+            wq, iq = module.weight_quantizer, module.input_quantizer
+            tensors.update(_stored_quantizer(f"{name}.weight_quantizer", wq))
+            if iq is not None:
+                tensors.update(_stored_quantizer(f"{name}.input_quantizer", iq))
+            layers[name] = {
+                "role": module.spec.role.value,
+                "block": module.spec.block,
+                "norm": module.spec.norm,
+                "bits": [module.bits.weight, module.bits.activation],
+                "shape": list(module.codes.shape),
+                "weight_quantizer": describe(wq),
+                "input_quantizer": None if iq is None else describe(iq),
+            }
+        elif isinstance(module, QuantMatMul):
+            _drop(state, name)
+            tensors.update(_stored_quantizer(f"{name}.left", module.left))
+            tensors.update(_stored_quantizer(f"{name}.right", module.right))
+            matmuls[name] = {"left": describe(module.left), "right": describe(module.right)}
+    tensors.update(state)
+    header = {
+        "format_version": FORMAT_VERSION,
+        "lampq_version": __version__,
+        "source": source.to_json(),
+        "layers": layers,
+        "matmuls": matmuls,
+        **notes,
+    }
+    contiguous = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
+    return to_bytes(contiguous, metadata={KEY: json.dumps(header, separators=(",", ":"))})
+
+
+def _drop(state: dict[str, Any], name: str) -> None:
+    for key in [key for key in state if key.startswith(f"{name}.")]:
+        del state[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header of a checkpoint says."""
+
+    content: Mapping[str, Any]
+
+    @property
+    def source(self) -> ModelSource:
+        """How to build the architecture."""
+        fields = self.content["source"]
+        return ModelSource(fields["kind"], fields["name"], dict(fields["options"]))
+
+    def layers(self) -> Iterable[tuple[LayerSpec, LayerBits]]:
+        """The quantized layers and their widths, in execution order."""
+        for name, entry in self.content["layers"].items():
+            rows, columns = entry["shape"]
+            role = LayerRole(entry["role"])
+            spec = LayerSpec(name, role, entry["block"], rows * columns, entry["norm"])
+            yield spec, LayerBits(*entry["bits"])
+
+
+def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
+    """Header and tensors of a checkpoint, with its version checked."""
+    if not path.is_file():
+        raise FormatError(f"no checkpoint {str(path)!r}")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FormatError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
+    if KEY not in metadata:
+        raise FormatError(
+            f"{str(path)!r} is a safetensors file, but no lampq checkpoint; "
+            "float weights go with --weights"
+        )
+    try:
+        content = json.loads(metadata[KEY])
+        version = int(content["format_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"the header of {str(path)!r} cannot be read: {error}") from error
+    if version > FORMAT_VERSION:
+        raise FormatError(
+            f"{str(path)!r} has format version {version}, this lampq reads up to "
+            f"{FORMAT_VERSION}: install a newer lampq"
+        )
+    return Header(content), tensors
+
+
+def load_checkpoint(path: Path, model: nn.Module | None = None) -> nn.Module:
+    """The quantized model of a checkpoint; ``model`` is needed for architectures of one's own."""
+    header, tensors = read_checkpoint(path)
+    float_model = explicit(header.source.build() if model is None else model)
+    try:
+        for spec, bits in header.layers():
+            entry = header.content["layers"][spec.name]
+            original = float_model.get_submodule(spec.name)
+            fit = _loaded_fit(spec, bits, entry, tensors)
+            replace_module(float_model, spec.name, quantized_layer(fit, original))
+        for name, entry in header.content["matmuls"].items():
+            left = _loaded_quantizer(f"{name}.left", entry["left"], tensors)
+            right = _loaded_quantizer(f"{name}.right", entry["right"], tensors)
+            site = MatmulSpec(name, "av" if name.endswith("av") else "qk", -1)
+            replace_module(float_model, name, QuantMatMul(MatmulFit(site, left, right)))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(
+            f"{str(path)!r} does not fit the model {header.source.name!r}: {error}"
+        ) from error
+    quantized = {
+        key
+        for name, module in float_model.named_modules()
+        if isinstance(module, QuantLayer | QuantMatMul)
+        for key in (f"{name}.{inner}" for inner in module.state_dict())
+    }
+    state = {k: v for k, v in float_model.state_dict().items() if k in quantized}
+    load_state(float_model, {**state, **tensors}, str(path))
+    for parameter in float_model.parameters():
+        parameter.requires_grad_(requires_grad=False)
+    return float_model.eval()
+
+
+def _loaded_fit(
+    spec: LayerSpec, bits: LayerBits, entry: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> LayerFit:
+    codes = unpack(tensors.pop(f"{spec.name}.codes"), bits.weight, tuple(entry["shape"]))
+    bias = tensors.pop(f"{spec.name}.bias")
+    inputs = entry["input_quantizer"]
+    return LayerFit(
+        spec=spec,
+        bits=bits,
+        codes=codes,
+        bias=bias,
+        weight_quantizer=_loaded_quantizer(
+            f"{spec.name}.weight_quantizer", entry["weight_quantizer"], tensors
+        ),
+        input_quantizer=None
+        if inputs is None
+        else _loaded_quantizer(f"{spec.name}.input_quantizer", inputs, tensors),
+    )

@@ -1,0 +1,36 @@
+"""Codes of 1 to 8 bits to bytes and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lampq.errors import FormatError
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Bytes that ``count`` codes take."""
+    return (count * bits + 7) // 8
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes one after the other, lowest bit first, without gaps."""
+    values = codes.flatten().to(torch.uint8).cpu().numpy()
+    if values.size and int(values.max()) >= 2**bits:
+        raise FormatError(f"code {int(values.max())} does not fit into {bits} bits")
+    wide = np.unpackbits(values[:, None], axis=1, bitorder="little")[:, :bits]
+    return torch.from_numpy(np.packbits(wide.ravel(), bitorder="little"))
+
+
+def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
+    """The codes (uint8) that ``pack`` was given."""
+    count = int(np.prod(shape, dtype=np.int64))
+    if packed.dtype != torch.uint8 or packed.numel() != packed_size(count, bits):
+        raise FormatError(
+            f"{count} codes of {bits} bits take {packed_size(count, bits)} bytes, "
+            f"found {packed.numel()} values of {packed.dtype}"
+        )
+    stream = np.unpackbits(packed.numpy(), bitorder="little", count=count * bits)
+    narrow = np.packbits(stream.reshape(count, bits), axis=1, bitorder="little")
+    return torch.from_numpy(narrow.reshape(shape))

@@ -1,0 +1,203 @@
+"""RunConfig: every option of a run, checked when it is built; presets; TOML."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from lampq.errors import ConfigError
+from lampq.types import MAX_BITS, MIN_BITS, LayerBits
+
+Preset = Literal["best", "paper"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """All options of one run. Field names are the command-line flags and the TOML keys."""
+
+    # what is wanted
+    bits: float = 4.0
+    act_bits: int | None = None
+    target_size: int | None = None
+    choices: tuple[int, ...] | None = None
+    preset: Preset = "best"
+    seed: int = 0
+    images: int = 1024
+    # base method
+    method: str = "adalog"
+    fit_images: int = 32
+    search: Literal["fast", "exhaustive"] = "fast"
+    zero_code: Literal["extra", "reserved"] = "extra"
+    onebit: Literal["adalog", "affine"] = "affine"
+    compensation: Literal["none", "gptq"] = "none"
+    edge_bits: Literal["target"] | int = 8
+    matmul_bits: Literal["target", "follow"] | int = "target"
+    # metric
+    metric: str = "output"
+    metric_images: int = 128
+    labels: Literal["model", "data"] = "model"
+    gamma: float = 4.0
+    beta: int = 2
+    mu: float = 0.5
+    probe_images: int = 1024
+    trace_images: int = 64
+    alpha_signal: Literal["accuracy", "loss", "kl"] = "kl"
+    alpha_trace: Literal["quantized", "fp"] = "fp"
+    # allocation and exchanges
+    allocator: str = "ilp"
+    exchanges: int = 16
+    exchange_error: Literal["cost", "local", "cumulative"] = "cost"
+    ratios: Literal["paper", "exact", "optimal", "measured"] = "measured"
+    gain_formula: Literal["verbal", "printed"] = "verbal"
+    swap_budget: Literal["weighted", "unweighted"] = "weighted"
+    accept: Literal["accuracy", "loss", "kl"] = "kl"
+    score_images: int = 128
+    patience: int = 5
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), hints[field.name])
+        if not MIN_BITS <= self.bits <= MAX_BITS:
+            raise ConfigError(f"bits must be in {MIN_BITS}..{MAX_BITS}, got {self.bits:g}")
+        for name in ("act_bits", "beta", "edge_bits", "matmul_bits"):
+            value = getattr(self, name)
+            if isinstance(value, int) and not MIN_BITS <= value <= MAX_BITS:
+                raise ConfigError(f"{name} must be in {MIN_BITS}..{MAX_BITS}, got {value}")
+        for name in (
+            "images",
+            "fit_images",
+            "metric_images",
+            "probe_images",
+            "trace_images",
+            "score_images",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("exchanges", "patience", "seed"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.gamma <= 1:
+            raise ConfigError(f"gamma must be above 1, got {self.gamma:g}")
+        if not 0 < self.mu <= 1:
+            raise ConfigError(f"mu is a share of the blocks in (0, 1], got {self.mu:g}")
+        if self.target_size is not None and self.target_size < 1:
+            raise ConfigError(f"target_size must be positive, got {self.target_size}")
+        if self.choices is not None:
+            wrong = [b for b in self.choices if not MIN_BITS <= b <= MAX_BITS]
+            if wrong or not self.choices or len(set(self.choices)) != len(self.choices):
+                raise ConfigError(
+                    f"choices must be different widths in {MIN_BITS}..{MAX_BITS}, "
+                    f"got {','.join(map(str, self.choices)) or 'none'}"
+                )
+
+    @property
+    def target(self) -> LayerBits:
+        """The uniform width within the budget."""
+        weight = math.floor(self.bits + 1e-9)
+        return LayerBits(weight, self._activation(weight))
+
+    @property
+    def widths(self) -> tuple[LayerBits, ...]:
+        """The choices of the allocation, ascending, with their activation widths."""
+        weights = self.choices
+        if weights is None:
+            target = self.target.weight
+            span = (2, MAX_BITS) if self.preset == "best" else _paper_span(target)
+            weights = tuple(range(max(MIN_BITS, span[0]), min(MAX_BITS, span[1]) + 1))
+        return tuple(LayerBits(b, self._activation(b)) for b in sorted(weights))
+
+    def _activation(self, weight: int) -> int:
+        if self.act_bits is None:
+            return weight
+        difference = self.act_bits - math.floor(self.bits + 1e-9)
+        return min(MAX_BITS, max(MIN_BITS, weight + difference))
+
+    def to_json(self) -> dict[str, Any]:
+        """The effective values, ready for a report or a file header."""
+        return {**asdict(self), "choices": [b.weight for b in self.widths]}
+
+
+def _paper_span(target: int) -> tuple[int, int]:
+    """The paper's sets: 1..5 around three bits, 2..5 around four, else two on either side."""
+    return {3: (1, 5), 4: (2, 5)}.get(target, (target - 2, target + 2))
+
+
+PAPER: dict[str, Any] = {
+    "preset": "paper",
+    "onebit": "adalog",
+    "edge_bits": "target",
+    "metric": "fisher",
+    "metric_images": 256,
+    "alpha_signal": "accuracy",
+    "alpha_trace": "quantized",
+    "exchanges": 200,
+    "exchange_error": "cumulative",
+    "ratios": "paper",
+    "accept": "accuracy",
+    "score_images": 1024,
+    "patience": 0,
+}
+PRESETS: dict[str, dict[str, Any]] = {"best": {"preset": "best"}, "paper": PAPER}
+
+
+def make_config(options: Mapping[str, Any]) -> RunConfig:
+    """A configuration of a preset with some options set; None means not set."""
+    given = {key: value for key, value in options.items() if value is not None}
+    preset = given.get("preset", "best")
+    if preset not in PRESETS:
+        raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    known = {field.name for field in fields(RunConfig)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    if isinstance(given.get("choices"), list):
+        given["choices"] = tuple(given["choices"])
+    for name in ("bits", "gamma", "mu"):
+        if isinstance(given.get(name), int):
+            given[name] = float(given[name])
+    return RunConfig(**{**PRESETS[preset], **given})
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The options of a TOML file, not yet checked."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"no configuration file {str(path)!r}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from error
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    if not _fits(value, hint):
+        raise ConfigError(f"{name} must be {_describe(hint)}, got {value!r}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(v, get_args(hint)[0]) for v in value)
+    if origin is not None:
+        return any(_fits(value, part) for part in get_args(hint))
+    if hint in (int, float):
+        return isinstance(value, hint) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if origin is tuple:
+        return f"a list of {_describe(get_args(hint)[0])}"
+    if origin is not None:
+        return " or ".join(_describe(part) for part in get_args(hint) if part is not type(None))
+    return {int: "a whole number", float: "a number", str: "a name"}.get(hint, str(hint))

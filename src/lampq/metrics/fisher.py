@@ -1,0 +1,343 @@
+"""LampQ's type-aware Fisher metric (section "Type-aware Fisher-based Metric", Algorithm 1)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lampq.data import Samples
+from lampq.evaluate import PrefixCache, Quality
+from lampq.metrics.base import Evidence, Sensitivity
+from lampq.quant.modules import LayerFit, QuantLayer, assemble
+from lampq.types import CostTable, LayerBits, LayerRole, LayerSpec
+
+Labels = Literal["model", "data"]
+Signal = Literal["accuracy", "loss", "kl"]
+
+
+def per_image_square(inputs: Tensor, gradient: Tensor, images: int) -> Tensor:
+    """Squared Frobenius norm of each image's weight gradient, from inputs and output gradient.
+
+    Windows of one image are joined before squaring. The cheaper of the two equal forms is used:
+    <X X^T, G G^T> costs tokens squared, |G^T X|^2 costs the size of the weight.
+    """
+    x = inputs.reshape(images, -1, inputs.shape[-1])
+    g = gradient.reshape(images, -1, gradient.shape[-1])
+    tokens = x.shape[1]
+    if tokens * tokens < x.shape[2] * g.shape[2]:
+        products = (x @ x.transpose(1, 2)) * (g @ g.transpose(1, 2))
+    else:
+        products = (g.transpose(1, 2) @ x).square()
+    return products.sum(dim=(1, 2), dtype=torch.float64)
+
+
+def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """One label per image, drawn from the model's own distribution."""
+    probabilities = logits.detach().double().softmax(dim=1).cpu()
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1).to(logits.device)
+
+
+Seen = dict[str, tuple[Tensor, Tensor]]
+
+
+def gradients(
+    model: nn.Module,
+    names: list[str],
+    samples: Samples,
+    labels: Labels,
+    *,
+    seed: int,
+    batch: int = 16,
+) -> Iterator[tuple[int, Seen]]:
+    """For each batch: number of images, and inputs and output gradients of the named layers.
+
+    The loss is summed over images, so the gradients of different images do not mix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    seen: Seen = {}
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        def keep(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+            x = arguments[0].detach()
+            output.register_hook(lambda gradient: seen.__setitem__(name, (x, gradient)))
+
+        return model.get_submodule(name).register_forward_hook(keep)
+
+    if labels == "data":
+        samples.require_labels("a Fisher trace with labels='data'")
+    handles = [watch(name) for name in names]
+    try:
+        for images, known in samples.batches(batch):
+            seen.clear()
+            with torch.enable_grad():
+                logits = model(images.clone().requires_grad_())
+                answer = drawn_labels(logits, generator) if labels == "model" else known
+                F.cross_entropy(logits, answer, reduction="sum").backward()  # type: ignore[arg-type]
+            yield len(images), dict(seen)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def fisher_traces(
+    model: nn.Module,
+    layers: tuple[LayerSpec, ...],
+    samples: Samples,
+    *,
+    labels: Labels = "model",
+    seed: int = 0,
+    batch: int = 16,
+    track: Callable[[Iterator[Any]], Iterator[Any]] = lambda items: items,
+) -> Mapping[str, float]:
+    """Mean over images of the squared gradient norm of the log-likelihood, per layer."""
+    totals = {layer.name: 0.0 for layer in layers}
+    images = 0
+    for count, seen in track(
+        gradients(model, list(totals), samples, labels, seed=seed, batch=batch)
+    ):
+        images += count
+        for name, (x, g) in seen.items():
+            totals[name] += float(per_image_square(x, g, count).sum())
+    return {name: total / images for name, total in totals.items()}
+
+
+def quantized_trace(
+    model: nn.Module,
+    fit: LayerFit,
+    cache: PrefixCache,
+    labels: Labels,
+    seed: int,
+) -> float:
+    """Fisher trace of one layer while it sits at its fitted width, all else in float.
+
+    Measured from the layer's quantized input and its output gradient, in the coordinates of the
+    float weight.
+    """
+    quantized = assemble(model, [fit])
+    layer = quantized.get_submodule(fit.spec.name)
+    assert isinstance(layer, QuantLayer), "assemble has replaced the layer"
+    seen: dict[str, Tensor] = {}
+
+    def keep(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        x = layer._quantized_input(arguments[0].detach())
+        seen["x"] = x if fit.fold is None else (x + fit.fold.shift) * fit.fold.ratio
+        seen["y"] = output.detach().requires_grad_()
+        return seen["y"]
+
+    handle = layer.register_forward_hook(keep)
+    generator = torch.Generator().manual_seed(seed)
+    total = 0.0
+    try:
+        for logits, known in cache.run(quantized, fit.spec.block, grad=True):
+            if labels == "data" and known is None:
+                cache.samples.require_labels("a Fisher trace with labels='data'")
+            answer = drawn_labels(logits, generator) if labels == "model" else known
+            loss = F.cross_entropy(logits, answer, reduction="sum")  # type: ignore[arg-type]
+            (gradient,) = torch.autograd.grad(loss, seen["y"])
+            total += float(per_image_square(seen["x"], gradient, len(logits)).sum())
+    finally:
+        handle.remove()
+    return total / len(cache.samples)
+
+
+def sampled_blocks(n_blocks: int, share: float, seed: int) -> tuple[int, ...]:
+    """The blocks whose layers are probed, the same for every role."""
+    count = min(n_blocks, max(1, round(share * n_blocks)))
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(sorted(torch.randperm(n_blocks, generator=generator)[:count].tolist()))
+
+
+def role_scales(
+    drops: Mapping[LayerRole, float],
+    traces: Mapping[LayerRole, float],
+    *,
+    resolution: float,
+) -> dict[LayerRole, float]:
+    """Drop per unit of trace for each role, never negative.
+
+    A drop below the resolution of the samples, or below a hundredth of the largest drop, is raised
+    to that floor with a warning; if no probe hurts at all, every role gets the factor one.
+    """
+    largest = max(drops.values())
+    if largest <= resolution:
+        warnings.warn(
+            f"no probe hurts by more than {resolution:.3g}: the role factors are all set to one; "
+            "use fewer probe bits or the loss or kl signal",
+            stacklevel=2,
+        )
+        return dict.fromkeys(drops, 1.0)
+    floor = max(resolution, 0.01 * largest)
+    low = sorted(role.value for role, drop in drops.items() if drop < floor)
+    if low:
+        warnings.warn(
+            f"the probes of {', '.join(low)} hurt less than can be told: raised to {floor:.3g}",
+            stacklevel=2,
+        )
+    return {role: max(drop, floor) / max(traces[role], 1e-30) for role, drop in drops.items()}
+
+
+def _signal(quality: Quality, signal: Signal) -> float:
+    values = {"accuracy": quality.accuracy, "loss": quality.likelihood, "kl": quality.agreement}
+    return values[signal]
+
+
+@dataclass(frozen=True, slots=True)
+class TypeAwareFisher:
+    """Omega = alpha_role * tr(F) * penalty**(-bits).
+
+    ``penalty`` is the paper's gamma, ``probe_bits`` its beta, ``probe_blocks`` its mu as a share of
+    the blocks. ``alpha_trace``: the trace in alpha is that of the layer at probe bits ("quantized",
+    Algorithm 1) or of the float layer ("fp"). ``type_aware=False`` leaves the factors out.
+    """
+
+    penalty: float = 4.0
+    probe_bits: int = 2
+    probe_blocks: float = 0.5
+    labels: Labels = "model"
+    alpha_signal: Signal = "accuracy"
+    alpha_trace: Literal["quantized", "fp"] = "fp"
+    images: int = 256
+    probe_images: int = 1024
+    trace_images: int = 64
+    type_aware: bool = True
+
+    def __call__(self, evidence: Evidence, choices: tuple[LayerBits, ...]) -> Sensitivity:
+        """Costs of all layers at all widths."""
+        layers = evidence.graph.allocatable
+        samples = evidence.samples.subset(self.images, evidence.seed)
+        batches = -(-len(samples) // 16)
+        traces = evidence.journal.once(
+            "fisher traces",
+            lambda: dict(
+                fisher_traces(
+                    evidence.model,
+                    layers,
+                    samples,
+                    labels=self.labels,
+                    seed=evidence.seed,
+                    track=lambda it: evidence.progress.track(it, "Fisher traces", batches),
+                )
+            ),
+        )
+        details: dict[str, Any] = {"fisher_trace": traces}
+        scales = dict.fromkeys((layer.role for layer in layers), 1.0)
+        if self.type_aware:
+            scales = self._scales(evidence, choices, traces, details)
+        omega = np.array([scales[layer.role] * traces[layer.name] for layer in layers])
+        widths = np.array([bits.weight for bits in choices], dtype=np.float64)
+        details["role_scale"] = {role.value: value for role, value in scales.items()}
+        cost = omega[:, None] * self.penalty ** -widths[None]
+        return Sensitivity(CostTable(layers, choices, cost), details)
+
+    def _scales(
+        self,
+        evidence: Evidence,
+        choices: tuple[LayerBits, ...],
+        traces: Mapping[str, float],
+        details: dict[str, Any],
+    ) -> dict[LayerRole, float]:
+        blocks = sampled_blocks(len(evidence.graph.blocks), self.probe_blocks, evidence.seed)
+        probed = [layer for layer in evidence.graph.allocatable if layer.block in blocks]
+        probes = probe_layers(
+            evidence, probed, _probe_bits(self.probe_bits, choices), self.probe_images
+        )
+        used = dict(traces)
+        if self.alpha_trace == "quantized":
+            used = self._quantized_traces(evidence, probed, choices)
+        drops = {
+            layer.name: _signal(probes.base, self.alpha_signal)
+            - _signal(probes.quality[layer.name], self.alpha_signal)
+            for layer in probed
+        }
+        details["probe"] = {
+            "blocks": blocks,
+            "bits": self.probe_bits,
+            "signal": self.alpha_signal,
+            "drop": drops,
+            "trace": {layer.name: used[layer.name] for layer in probed},
+        }
+        roles = {layer.role for layer in probed}
+
+        def mean(values: Mapping[str, float], role: LayerRole) -> float:
+            return float(np.mean([values[layer.name] for layer in probed if layer.role is role]))
+
+        resolution = 100 / probes.images if self.alpha_signal == "accuracy" else 1e-6
+        return role_scales(
+            {role: mean(drops, role) for role in roles},
+            {role: mean(used, role) for role in roles},
+            resolution=resolution,
+        )
+
+    def _quantized_traces(
+        self, evidence: Evidence, probed: list[LayerSpec], choices: tuple[LayerBits, ...]
+    ) -> dict[str, float]:
+        samples = evidence.samples.subset(self.trace_images, evidence.seed)
+        bits = _probe_bits(self.probe_bits, choices)
+        cache: list[PrefixCache] = []
+
+        def measure(layer: LayerSpec) -> float:
+            if not cache:
+                cache.append(PrefixCache(evidence.model, evidence.graph.blocks, samples, batch=16))
+            fit = evidence.fits.layer(layer.name, bits)
+            return quantized_trace(evidence.model, fit, cache[0], self.labels, evidence.seed)
+
+        return {
+            layer.name: evidence.journal.once(
+                f"quantized trace {layer.name} {bits}", lambda layer=layer: measure(layer)
+            )
+            for layer in evidence.progress.track(probed, "traces of probes", len(probed))
+        }
+
+
+def _probe_bits(weight: int, choices: tuple[LayerBits, ...]) -> LayerBits:
+    """Probe width with the activation difference that the choices have."""
+    difference = choices[-1].activation - choices[-1].weight
+    return LayerBits(weight, min(8, max(1, weight + difference)))
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Quality of the float model, and of it with one layer quantized, by layer name."""
+
+    base: Quality
+    quality: Mapping[str, Quality]
+    images: int
+
+
+def probe_layers(
+    evidence: Evidence, layers: list[LayerSpec], bits: LayerBits, images: int
+) -> Probes:
+    """The model's quality with only one layer at those bits and all else in float."""
+    samples = evidence.samples.subset(images, evidence.seed)
+    cache: list[PrefixCache] = []
+
+    def opened() -> PrefixCache:
+        if not cache:
+            cache.append(PrefixCache(evidence.model, evidence.graph.blocks, samples))
+        return cache[0]
+
+    def measure(layer: LayerSpec | None) -> list[float]:
+        reference = opened().logits
+        logits = reference
+        if layer is not None:
+            quantized = assemble(evidence.model, [evidence.fits.layer(layer.name, bits)])
+            logits = opened().predict(quantized, layer.block)
+        quality = Quality.of(logits, reference, samples.labels)
+        return [quality.accuracy, quality.likelihood, quality.agreement]
+
+    key = f"probe {len(samples)}"
+    base = Quality(*evidence.journal.once(f"{key} base", lambda: measure(None)))
+    measured = {
+        layer.name: Quality(
+            *evidence.journal.once(f"{key} {layer.name} {bits}", lambda layer=layer: measure(layer))
+        )
+        for layer in evidence.progress.track(layers, f"probes at {bits} bits", len(layers))
+    }
+    return Probes(base, measured, len(samples))

@@ -1,0 +1,89 @@
+"""Progress of long work, and a journal of finished pieces that lets it be resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+from lampq.errors import FormatError
+
+T = TypeVar("T")
+
+
+class Progress:
+    """Silent progress that measures the seconds of each stage; the terminal's one derives from it.
+
+    A stage inside another counts for itself only: the outer one does not include it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._running: list[str] = []
+        self._since = perf_counter()
+
+    def _account(self) -> None:
+        now = perf_counter()
+        if self._running:
+            name = self._running[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time until the context ends for this stage."""
+        self._account()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._account()
+            self._running.pop()
+
+    def track(self, items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+        """The items, one by one, as they are asked for."""
+        del label, total
+        yield from items
+
+    def note(self, message: str) -> None:
+        """Something worth telling a person who waits."""
+
+
+class Journal:
+    """Results of finished pieces of work by key, appended to a file as they come.
+
+    The same run, started again with the same journal, finds them and does not compute them again.
+    A last line cut short by an interruption is dropped.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._known: dict[str, Any] = {}
+        if path is not None and path.exists():
+            lines = path.read_text(encoding="utf-8").split("\n")
+            kept = []
+            for number, line in enumerate(lines):
+                try:
+                    entry = json.loads(line) if line else None
+                except json.JSONDecodeError as error:
+                    if number >= len(lines) - 2:
+                        break
+                    raise FormatError(f"{str(path)!r} line {number + 1} is damaged") from error
+                if entry is not None:
+                    self._known[entry["key"]] = entry["value"]
+                    kept.append(line)
+            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def once(self, key: str, compute: Callable[[], T]) -> T:
+        """The value of that key: remembered, or computed and written down (as JSON)."""
+        if key not in self._known:
+            value = compute()
+            self._known[key] = value
+            if self.path is not None:
+                with self.path.open("a", encoding="utf-8") as handle:
+                    handle.write(json.dumps({"key": key, "value": value}) + "\n")
+        known: T = self._known[key]
+        return known

@@ -1,0 +1,167 @@
+"""What happened, as JSON for scripts and Markdown for people."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from torch import nn
+
+from lampq.artifact.checkpoint import checkpoint_bytes
+from lampq.evaluate import interval95
+from lampq.pipeline import Result
+from lampq.quant.modules import QuantLayer
+from lampq.types import BitPlan, CostTable
+
+STAGES = ("collect", "fit", "metric", "allocate", "refine", "evaluate")
+REPORT_VERSION = 1
+
+
+def plan_json(plan: BitPlan) -> dict[str, Any]:
+    """The plan as it is written to plan.json and read back."""
+    return {
+        "mean_weight_bits": plan.mean_weight_bits,
+        "layers": {
+            name: {"weight": bits.weight, "activation": bits.activation}
+            for name, bits in plan.items()
+        },
+    }
+
+
+def sensitivity_json(table: CostTable, details: Mapping[str, Any]) -> dict[str, Any]:
+    """The cost table as it is written to sensitivity.json."""
+    return {
+        "choices": [[bits.weight, bits.activation] for bits in table.choices],
+        "cost": {
+            layer.name: [float(value) for value in row]
+            for layer, row in zip(table.layers, table.cost, strict=True)
+        },
+        "details": dict(details),
+    }
+
+
+def bits_json(model: nn.Module, plan: BitPlan, target: float) -> dict[str, float]:
+    """Mean widths over the searched layers, all quantized layers and the whole model.
+
+    ``with_scales`` adds the quantizers' scales and zero points, at 32 and 8 bits each.
+    """
+    layers = [m for m in model.modules() if isinstance(m, QuantLayer)]
+    searched = [m for m in layers if m.spec.name in plan]
+    held = {id(m) for m in layers}
+    rest = sum(p.numel() for p in model.parameters()) + sum(m.bias.numel() for m in layers)
+
+    def codes(some: list[QuantLayer]) -> int:
+        return sum(m.codes.numel() * m.bits.weight for m in some)
+
+    def scales(some: list[QuantLayer]) -> int:
+        return sum(40 * m.codes.shape[0] for m in some)
+
+    def weights(some: list[QuantLayer]) -> int:
+        return sum(m.codes.numel() for m in some)
+
+    assert len(held) == len(layers), "every layer is counted once"
+    everything = weights(layers) + rest
+    return {
+        "target": target,
+        "mean_weight_searched": codes(searched) / weights(searched),
+        "mean_weight_searched_with_scales": (codes(searched) + scales(searched))
+        / weights(searched),
+        "mean_weight_quantized": codes(layers) / weights(layers),
+        "mean_weight_all": (codes(layers) + 32 * rest) / everything,
+        "mean_weight_all_with_scales": (codes(layers) + scales(layers) + 32 * rest) / everything,
+        "mean_activation_searched": plan.mean_activation_bits,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything a number may depend on."""
+    found = {"python": sys.version.split()[0], "platform": platform.platform()}
+    for package in ("lampq", "torch", "timm", "scipy", "numpy", "safetensors"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+def build_report(
+    result: Result,
+    *,
+    scores: Mapping[str, Mapping[str, float]],
+    seconds: Mapping[str, float],
+    files: Mapping[str, int],
+    float_bytes: int,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The content of report.json; its keys are stable."""
+    allocation = result.allocation
+    return {
+        "report_version": REPORT_VERSION,
+        "model": result.source.to_json(),
+        "config": result.config.to_json(),
+        "seed": result.config.seed,
+        "versions": versions(),
+        "scores": {name: dict(score) for name, score in scores.items()},
+        "calibration": {name: asdict(quality) for name, quality in result.calibration.items()},
+        "bits": bits_json(result.model, result.plan, result.budget.mean_bits),
+        "plan": plan_json(result.plan),
+        "initial_plan": None if allocation is None else plan_json(allocation.plan),
+        "solver": {
+            "status": "plan given" if allocation is None else allocation.status,
+            "proven_optimal": allocation is not None and allocation.proven_optimal,
+            "objective": None if allocation is None else allocation.objective,
+        },
+        "exchanges": [
+            {
+                "widened": step.widened,
+                "narrowed": list(step.narrowed),
+                "score": step.score,
+                "accepted": step.accepted,
+                "mean_weight_bits": step.plan.mean_weight_bits,
+            }
+            for step in result.steps
+        ],
+        "seconds": {stage: float(seconds.get(stage, 0.0)) for stage in STAGES},
+        "files": dict(files),
+        "float_bytes": float_bytes,
+        "notices": list(result.notices),
+        **extra,
+    }
+
+
+def uniform_bytes(result: Result) -> int:
+    """Size of the checkpoint of the uniform model."""
+    return len(checkpoint_bytes(result.uniform_model(), result.source, {}))
+
+
+def plan_rows(plan: BitPlan) -> list[tuple[str, dict[str, str]]]:
+    """Rows (block, role -> width) of the plan, one per block."""
+    rows: dict[int, dict[str, str]] = {}
+    for layer, bits in zip(plan.layers, plan.widths, strict=True):
+        same = bits.weight == bits.activation
+        rows.setdefault(layer.block, {})[layer.role.value] = str(bits.weight) if same else str(bits)
+    return [(str(block) if block >= 0 else "-", row) for block, row in sorted(rows.items())]
+
+
+def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
+    """A page of the report for people."""
+    lines = [f"# {report['model']['name']} at {report['bits']['target']:g} bits", ""]
+    lines += [f"> {notice}" for notice in report["notices"]]
+    lines += ["", "| model | top-1 [%] | 95 % interval | images |", "|---|---|---|---|"]
+    for name, score in report["scores"].items():
+        half = interval95(score["top1"], int(score["images"]))
+        lines.append(f"| {name} | {score['top1']:.2f} | ±{half:.2f} | {score['images']} |")
+    size = report["files"].get("model.safetensors", 0)
+    ratio = report["float_bytes"] / max(size, 1)
+    lines += ["", f"File: {size:,} bytes, {ratio:.1f} times smaller than float32.", ""]
+    lines += ["## Widths", "", "| block | qkv | proj | fc1 | fc2 |", "|---|---|---|---|---|"]
+    for block, row in plan_rows(plan):
+        cells = (row.get(role, "") for role in ("qkv", "proj", "fc1", "fc2"))
+        lines.append(f"| {block} | {' | '.join(cells)} |")
+    lines += ["", "## Seconds", ""]
+    lines += [f"- {stage}: {value:.1f}" for stage, value in report["seconds"].items()]
+    return "\n".join(lines) + "\n"

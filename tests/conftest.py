@@ -1,0 +1,135 @@
+"""Tiny models with seeded weights, and samples that fit them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from lampq.calibrate import Stats, collect
+from lampq.data import Samples
+from lampq.graph.attention import explicit
+from lampq.graph.discover import discover
+from lampq.quant.base import Quantizer, describe
+from lampq.quant.modules import LayerFit
+from lampq.types import ModelGraph
+
+CLASSES = 10
+
+settings.register_profile("lampq", deadline=None, derandomize=True, database=None, max_examples=60)
+settings.load_profile("lampq")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A float model, its explicit form, what was found in it, and samples for it."""
+
+    original: nn.Module
+    model: nn.Module
+    graph: ModelGraph
+    samples: Samples
+    stats: Mapping[str, Stats]
+
+
+def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:
+    """Whether two quantizers are equal bit for bit."""
+    if one is None or other is None:
+        return one is other
+    tensors, others = one.state_dict(), other.state_dict()
+    return describe(one) == describe(other) and all(
+        torch.equal(tensors[name], others[name]) for name in tensors
+    )
+
+
+def same_fit(one: LayerFit, other: LayerFit) -> bool:
+    """Whether two fits are equal bit for bit."""
+    folds = [fit.fold for fit in (one, other) if fit.fold is not None]
+    return (
+        (one.spec, one.bits) == (other.spec, other.bits)
+        and torch.equal(one.codes, other.codes)
+        and torch.equal(one.bias, other.bias)
+        and same_quantizer(one.weight_quantizer, other.weight_quantizer)
+        and same_quantizer(one.input_quantizer, other.input_quantizer)
+        and len(folds) != 1
+        and all(torch.equal(fold.ratio, folds[0].ratio) for fold in folds)
+        and all(torch.equal(fold.shift, folds[0].shift) for fold in folds)
+    )
+
+
+def _shaken(model: nn.Module, seed: int) -> nn.Module:
+    """The model with norms, biases and tables moved off their neutral initial values."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise, alpha=0.2 if parameter.ndim == 1 else 0.1)
+    return model.eval()
+
+
+def _case(build: object, size: tuple[int, int, int]) -> Case:
+    assert callable(build)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        original = _shaken(build(), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(6, *size, generator=generator)
+    labels = torch.randint(CLASSES, (6,), generator=generator)
+    samples = Samples(images, labels)
+    model = explicit(original)
+    graph = discover(model)
+    return Case(original, model, graph, samples, collect(model, graph, samples))
+
+
+@pytest.fixture(scope="session")
+def vit() -> Case:
+    """A ViT of two blocks."""
+    return _case(
+        lambda: VisionTransformer(
+            img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=CLASSES
+        ),
+        (3, 32, 32),
+    )
+
+
+@pytest.fixture(scope="session")
+def swin() -> Case:
+    """A Swin of two stages of two blocks, the second block of the first with shifted windows."""
+    return _case(
+        lambda: SwinTransformer(
+            img_size=28,
+            patch_size=2,
+            in_chans=1,
+            window_size=7,
+            embed_dim=16,
+            depths=(2, 2),
+            num_heads=(2, 4),
+            num_classes=CLASSES,
+        ),
+        (1, 28, 28),
+    )
+
+
+@pytest.fixture(params=["vit", "swin"])
+def case(request: pytest.FixtureRequest) -> Case:
+    """Either tiny model."""
+    found: Case = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(scope="session")
+def real() -> Path:
+    """The folder with trained weights and real images, where there is one."""
+    default = Path(__file__).parents[1] / ".." / "shared"
+    folder = Path(os.environ.get("LAMPQ_REAL", default)).resolve()
+    weights = folder / "weights" / "vit_tiny_patch16_224.safetensors"
+    if not weights.is_file():
+        pytest.skip(f"no trained weights at {weights}; set LAMPQ_REAL to the folder that has them")
+    return folder

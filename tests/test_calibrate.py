@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import Case
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lampq.calibrate import LayerStats, MatmulStats, collect, recording, tokens_of
+from lampq.data import Samples
+from lampq.errors import GraphError
+from lampq.types import LayerRole, LayerSpec, ModelGraph
+
+ONE = ModelGraph((LayerSpec("1", LayerRole.FC1, 0, 12),), (), ())
+
+
+@pytest.fixture
+def plain() -> nn.Module:
+    """A linear layer that sees four tokens of three channels a picture."""
+    return nn.Sequential(nn.Flatten(2), nn.Linear(3, 4)).eval()
+
+
+def _numbered(count: int) -> Samples:
+    """Pictures whose four tokens hold different numbers."""
+    return Samples(torch.arange(count * 12.0).view(count, 4, 1, 3))
+
+
+def _rows(stats: object) -> Tensor:
+    assert isinstance(stats, LayerStats)
+    return stats.inputs
+
+
+@torch.no_grad()
+def test_every_layer_gives_its_own_output_from_its_recorded_inputs(case: Case) -> None:
+    seen: dict[str, Tensor] = {}
+    model = copy.deepcopy(case.model)
+    for layer in case.graph.layers:
+        model.get_submodule(layer.name).register_forward_hook(
+            lambda _m, _i, output, name=layer.name: seen.update({name: output})
+        )
+    model(case.samples.images)
+    for layer in case.graph.layers:
+        module = case.model.get_submodule(layer.name)
+        inputs = _rows(case.stats[layer.name])
+        got = F.linear(inputs, module.weight.flatten(1), module.bias)
+        wanted = seen[layer.name]
+        if isinstance(module, nn.Conv2d):
+            wanted = wanted.permute(0, 2, 3, 1)
+        torch.testing.assert_close(got, wanted.flatten(0, -2), rtol=1e-4, atol=1e-4)
+
+
+def test_matmul_operands_fit_together(case: Case) -> None:
+    for site in case.graph.matmuls:
+        stats = case.stats[site.name]
+        assert isinstance(stats, MatmulStats)
+        assert stats.left.ndim == stats.right.ndim == 4
+        assert stats.left.shape[:2] == stats.right.shape[:2]
+        assert stats.left.shape[3] == stats.right.shape[2]
+
+
+def test_the_left_operand_of_the_value_product_is_a_softmax(case: Case) -> None:
+    for site in case.graph.matmuls:
+        if site.kind == "av":
+            sums = case.stats[site.name].left.sum(dim=-1)
+            torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
+def test_every_site_of_the_graph_has_statistics(case: Case) -> None:
+    names = [site.name for site in (*case.graph.layers, *case.graph.matmuls)]
+    assert list(case.stats) == names
+
+
+def test_all_tokens_are_kept_where_there_are_few(plain: nn.Module) -> None:
+    samples = _numbered(5)
+    kept = _rows(collect(plain, ONE, samples, max_tokens=100, batch=2)["1"])
+    assert torch.equal(kept, samples.images.reshape(-1, 3))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 5, 16, 100])
+@pytest.mark.parametrize("max_tokens", [8, 20, 39])
+def test_no_more_tokens_are_kept_than_asked_for(
+    plain: nn.Module, max_tokens: int, batch: int
+) -> None:
+    kept = _rows(collect(plain, ONE, _numbered(10), max_tokens=max_tokens, batch=batch)["1"])
+    assert len(kept) <= max_tokens
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 16])
+def test_no_more_attention_maps_are_kept_than_asked_for(vit: Case, batch: int) -> None:
+    stats = collect(vit.model, vit.graph, vit.samples, max_maps=4, batch=batch)
+    for site in vit.graph.matmuls:
+        assert len(stats[site.name].left) <= 4
+
+
+def test_kept_tokens_are_tokens_of_the_samples_each_at_most_once(plain: nn.Module) -> None:
+    samples = _numbered(8)
+    kept = _rows(collect(plain, ONE, samples, max_tokens=16, batch=4)["1"])
+    rows = {tuple(row) for row in samples.images.reshape(-1, 3).tolist()}
+    chosen = [tuple(row) for row in kept.tolist()]
+    assert set(chosen) <= rows
+    assert len(set(chosen)) == len(chosen) == 16
+
+
+def test_the_same_seed_keeps_the_same_tokens(plain: nn.Module) -> None:
+    first, again = (collect(plain, ONE, _numbered(8), max_tokens=8, seed=1)["1"] for _ in range(2))
+    assert torch.equal(_rows(first), _rows(again))
+
+
+def test_another_seed_keeps_other_tokens(plain: nn.Module) -> None:
+    first, other = (
+        collect(plain, ONE, _numbered(8), max_tokens=8, batch=8, seed=seed)["1"] for seed in (1, 2)
+    )
+    assert not torch.equal(_rows(first), _rows(other))
+
+
+def test_collecting_does_not_touch_the_global_generator(vit: Case) -> None:
+    before = torch.get_rng_state()
+    collect(vit.model, vit.graph, vit.samples, max_tokens=4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_layer_that_is_never_called_is_named() -> None:
+    model = nn.Sequential(nn.Flatten(2))
+    model.add_module("spare", nn.ModuleList([nn.Linear(3, 4)]))
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    graph = ModelGraph((LayerSpec("spare.0", LayerRole.FC1, 0, 12),), (), ())
+    with pytest.raises(GraphError, match=r"'spare\.0' is never called"):
+        collect(model, graph, _numbered(2))
+
+
+def test_a_patch_embedding_is_a_matrix_on_its_tokens() -> None:
+    conv = nn.Conv2d(3, 5, (2, 4), stride=(2, 4), dtype=torch.float64)
+    images = torch.randn(
+        2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    tokens = tokens_of(conv, images)
+    got = F.linear(tokens, conv.weight.flatten(1), conv.bias)
+    torch.testing.assert_close(got, conv(images).permute(0, 2, 3, 1).flatten(0, -2))
+
+
+def test_hooks_leave_when_the_context_ends(plain: nn.Module) -> None:
+    with recording(plain, ["1"]) as seen:
+        plain(_numbered(1).images)
+    seen.clear()
+    plain(_numbered(1).images)
+    assert seen == {}
+
+
+def test_hooks_leave_when_the_forward_pass_fails(plain: nn.Module) -> None:
+    with pytest.raises(RuntimeError), recording(plain, ["1"]):
+        plain(torch.zeros(1, 4, 1, 7))
+    assert len(plain[1]._forward_pre_hooks) == 0
