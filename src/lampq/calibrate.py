@@ -79,22 +79,28 @@ def collect(
     layers = {layer.name: model.get_submodule(layer.name) for layer in graph.layers}
     matmuls = [site.name for site in graph.matmuls]
     kept: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in (*layers, *matmuls)}
-    share = batch / len(samples)
     with recording(model, list(kept)) as seen:
+        before = 0
         for number, (images, _) in enumerate(samples.batches(batch)):
             seen.clear()
             model(images)
+            after = before + len(images)
+            quotas = [
+                limit * after // len(samples) - limit * before // len(samples)
+                for limit in (max_tokens, max_maps)
+            ]
+            before = after
             generator = torch.Generator().manual_seed(seed + number)
             for name in kept:
                 if name not in seen:
                     raise GraphError(f"layer {name!r} is never called by the model's forward pass")
                 if name in layers:
                     tokens = tokens_of(layers[name], seen[name][0])
-                    index = _draw(len(tokens), max(1, round(max_tokens * share)), generator)
+                    index = _draw(len(tokens), quotas[0], generator)
                     kept[name].append((tokens[index],))
                 else:
                     left, right = seen[name]
-                    index = _draw(len(left), max(1, round(max_maps * share)), generator)
+                    index = _draw(len(left), quotas[1], generator)
                     kept[name].append((left[index], right[index]))
     stats: dict[str, Stats] = {}
     for name, parts in kept.items():

@@ -277,7 +277,7 @@ def quantize_command(
 ) -> None:
     """Find the width of every layer within a budget and write the quantized model."""
     flags = dict(locals())
-    given = {key: flags[key] for key in RunConfig.__slots__ if key in flags}  # type: ignore[attr-defined]
+    given = {key: flags[key] for key in RunConfig.__slots__ if key in flags}
     given["choices"] = _numbers(choices, "choices", int)
     given["target_size"] = _bytes(target_size)
     given["edge_bits"], given["matmul_bits"] = _width(edge_bits), _width(matmul_bits)

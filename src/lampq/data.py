@@ -47,6 +47,11 @@ class Samples:
                 f"images must have shape (n, channels, height, width) with n > 0, "
                 f"got {tuple(self.images.shape)}"
             )
+        if not self.images.is_floating_point() and len(self.mean) != self.images.shape[1]:
+            raise DataError(
+                f"byte images of {self.images.shape[1]} channels need as many values of mean and "
+                f"std, got {len(self.mean)}; or give normalised float images"
+            )
         if self.labels is not None and len(self.labels) != len(self.images):
             raise DataError(f"{len(self.images)} images but {len(self.labels)} labels")
         if self.images.is_floating_point() and not bool(torch.isfinite(self.images).all()):
@@ -101,6 +106,9 @@ def gather(samples: Iterable[object] | Samples) -> Samples:
             labels.append(torch.as_tensor(label).reshape(-1))
     if not images:
         raise DataError("there are no samples; give at least one batch of images")
+    shapes = sorted({tuple(picture.shape[1:]) for picture in images})
+    if len(shapes) > 1:
+        raise DataError(f"all images must have one shape, got {shapes[0]} and {shapes[1]}")
     return Samples(torch.cat(images), torch.cat(labels).long() if labels else None)
 
 
@@ -127,15 +135,15 @@ def list_folder(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _listed(folder: Path, table: Path) -> list[tuple[Path, int]]:
-    with table.open(newline="", encoding="utf-8") as handle:
+    with table.open(newline="", encoding="utf-8-sig") as handle:
         rows = list(csv.DictReader(handle))
     if not rows or not {"file", "label"} <= set(rows[0]):
         found = ", ".join(rows[0]) if rows else "no rows"
         raise DataError(f"{str(table)!r} needs the columns file and label, found {found}")
     listed = []
     for line, row in enumerate(rows, start=2):
-        path = folder / "images" / row["file"]
-        if not row["label"].isdigit():
+        path = folder / "images" / (row["file"] or "")
+        if not (row["label"] or "").isdecimal():
             raise DataError(f"{str(table)!r} line {line}: label {row['label']!r} is no class index")
         if not path.is_file():
             raise DataError(f"{str(table)!r} line {line}: no picture {str(path)!r}")
@@ -157,9 +165,9 @@ def read_picture(path: Path, how: Preprocessing) -> Tensor:
     edge = math.floor(how.size / how.crop_pct)
     short = min(picture.size)
     if short != edge:
-        width, height = (round(side * edge / short) for side in picture.size)
+        width, height = (int(side * edge / short) for side in picture.size)
         picture = picture.resize((max(width, edge), max(height, edge)), Image.Resampling.BICUBIC)
-    left, top = ((side - how.size) // 2 for side in picture.size)
+    left, top = (round((side - how.size) / 2) for side in picture.size)
     cropped = picture.crop((left, top, left + how.size, top + how.size))
     pixels = torch.from_numpy(np.asarray(cropped).copy())
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)

@@ -193,9 +193,9 @@ def check_finite(model: nn.Module) -> None:
 
 def preprocessing_of(model: nn.Module) -> Preprocessing:
     """What timm's configuration of the model says of its input."""
-    from timm.data import resolve_model_data_config
+    import timm.data
 
-    data = resolve_model_data_config(model)
+    data: dict[str, Any] = timm.data.resolve_model_data_config(model)  # type: ignore
     return Preprocessing(
         mean=tuple(data["mean"]),
         std=tuple(data["std"]),

@@ -120,9 +120,7 @@ def site_widths(config: RunConfig) -> SiteWidths:
     matmul = config.matmul_bits
     return SiteWidths(
         edge=target if edge == "target" else LayerBits(edge, edge),
-        matmul={"target": target.activation, "follow": None}.get(matmul, matmul)
-        if isinstance(matmul, str)
-        else matmul,
+        matmul=None if matmul == "follow" else target.activation if matmul == "target" else matmul,
     )
 
 
@@ -224,7 +222,7 @@ def quantize(
             notices.append(str(warning.message))
     return Result(
         **{
-            **{f: getattr(result, f) for f in Result.__slots__},  # type: ignore[attr-defined]
+            **{f: getattr(result, f) for f in Result.__slots__},
             "notices": tuple(dict.fromkeys(notices)),
         }
     )
@@ -273,7 +271,9 @@ def _quantize(
     scored = samples.subset(config.score_images, config.seed + 1)
     with run.progress.stage("refine"):
         scorer = PlanScorer(fits, scored, predict(opened, scored), run)
-    sensitivity, allocation, steps = None, None, ()
+    sensitivity: Sensitivity | None = None
+    allocation: Allocation | None = None
+    steps: tuple[Step, ...] = ()
     if given is not None:
         plan = _given_plan(graph, given)
         if not budget.allows(plan):

@@ -158,7 +158,7 @@ def propose(
         assert wider is not None, "only layers with a wider choice have a gain"
         raised = plan.with_bits(widened, wider)
         if options.swap_budget == "unweighted":
-            bundles = [(name,) for name in harms if name != widened]
+            bundles: list[tuple[str, ...]] = [(name,) for name in harms if name != widened]
         else:
             bundles = _bundles(raised, widened, budget, harms, choices)
         for bundle in bundles:
@@ -189,7 +189,7 @@ def _bundles(
         if layer.name in harms and layer.name != widened and narrower is not None:
             saved = raised[layer.name].weight - narrower.weight
             freed[layer.name] = layer.n_params * saved
-    singles = [(name,) for name, bits in freed.items() if bits >= excess]
+    singles: list[tuple[str, ...]] = [(name,) for name, bits in freed.items() if bits >= excess]
     bundle: list[str] = []
     for name in sorted(freed, key=lambda n: harms[n] / freed[n]):
         if freed[name] >= excess and bundle:

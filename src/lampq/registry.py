@@ -35,7 +35,7 @@ class Registry(Generic[T]):
                 if entry.name == name:
                     try:
                         self._factories[name] = entry.load()
-                    except ImportError as error:
+                    except (ImportError, AttributeError) as error:
                         raise ConfigError(
                             f"{self.kind} {name!r} from {entry.value!r} cannot be imported: {error}"
                         ) from error

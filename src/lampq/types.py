@@ -60,7 +60,7 @@ class ModelGraph:
     blocks: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        names = [site.name for site in (*self.layers, *self.matmuls)]
+        names = [layer.name for layer in self.layers] + [site.name for site in self.matmuls]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise GraphError(f"the patterns match {sorted(twice)[0]!r} more than once")

@@ -173,7 +173,6 @@ def test_four_bits_between_the_extremes_give_a_finite_output(built: Built) -> No
     assert not torch.equal(output, built.model(built.samples.images))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "built", ["deit_tiny_distilled_patch16_224", "swin_tiny_patch4_window7_224"], indirect=True
 )

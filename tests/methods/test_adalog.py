@@ -10,6 +10,8 @@ from lampq.calibrate import LayerStats, MatmulStats
 from lampq.methods.adalog import GELU_MINIMUM, AdaLog, _LayerProblem
 from lampq.methods.base import FitCache, LinearView, SiteWidths, layer_output
 from lampq.methods.minmax import MinMax, per_tensor
+from lampq.methods.search import SearchDepth
+from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec
@@ -77,6 +79,43 @@ def test_searching_the_weight_on_the_output_is_no_worse_than_the_full_range() ->
     assert float(found.sum()) < float(widest.sum())
 
 
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_the_weight_grid_found_has_the_least_output_error_behind_a_coarse_input(bits: int) -> None:
+    method = AdaLog(depth=SearchDepth(screen=0))
+    weight, inputs = _normal(1, 10, 16).double(), _normal(3, 200, 16).double() + 0.5
+    problem = _LayerProblem(method, weight, inputs, LayerBits(bits, 2))
+    problem.input_quantizer = per_tensor(inputs, 2)
+    problem.search_weight()
+    quantized, exact = problem.input_quantizer(inputs), inputs @ weight.T
+
+    def output_error(grid: UniformQuantizer) -> Tensor:
+        return (quantized @ grid(weight).T - exact).square().sum(0)
+
+    candidates = method.weight_grid(weight, bits)
+    found = output_error(problem.weight_quantizer)
+    for scale, zero in zip(candidates.scale, candidates.zero, strict=True):
+        other = output_error(UniformQuantizer(bits, scale[:, None], zero[:, None]))
+        assert bool((found <= other * (1 + 1e-9)).all())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_the_grid_of_an_operand_has_the_least_error_of_the_product(bits: int) -> None:
+    method = AdaLog(depth=SearchDepth(screen=0), rounds=1)
+    left = _normal(5, 4, 3, 10, 6).double()
+    right = _normal(6, 4, 3, 6, 10).double() * torch.logspace(-1, 1, 6)[:, None]
+    site = MatmulSpec("blocks.0.attn.qk", "qk", 0)
+    fit = method.fit_matmul(site, bits, 8, MatmulStats(left, right))
+
+    def product_error(grid: Quantizer) -> Tensor:
+        return (grid(left) @ right - left @ right).square().sum(dim=(0, 2, 3))
+
+    candidates = method.weight_grid(left.transpose(0, 1).flatten(1), bits)
+    found = product_error(fit.left)
+    for scale, zero in zip(candidates.scale, candidates.zero, strict=True):
+        other = UniformQuantizer(bits, scale[:, None, None], zero[:, None, None])
+        assert bool((found <= product_error(other) * (1 + 1e-9)).all())
+
+
 @pytest.mark.parametrize("bits", [2, 4, 6])
 def test_the_input_of_fc2_gets_powers_and_its_shift_is_in_the_bias(bits: int) -> None:
     inputs = F.gelu(_normal(5, 300, 16))
@@ -120,7 +159,7 @@ def test_a_layer_behind_a_norm_is_folded_and_others_are_not(vit: Case) -> None:
 def test_the_codes_are_the_nearest_ones_without_compensation() -> None:
     view, inputs = _view(PROJ), _normal(5, 300, 16)
     fit = AdaLog().fit(view, LayerBits(3, 4), LayerStats(inputs))
-    assert torch.equal(fit.codes, fit.weight_quantizer.encode(view.weight))
+    assert torch.equal(fit.codes.int(), fit.weight_quantizer.encode(view.weight))
     assert torch.equal(fit.bias, view.bias)
 
 

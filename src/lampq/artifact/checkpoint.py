@@ -200,7 +200,7 @@ def load_checkpoint(path: Path, model: nn.Module | None = None) -> nn.Module:
     state = {k: v for k, v in float_model.state_dict().items() if k in quantized}
     load_state(float_model, {**state, **tensors}, str(path))
     for parameter in float_model.parameters():
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad = False
     return float_model.eval()
 
 

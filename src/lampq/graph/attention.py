@@ -87,10 +87,11 @@ class ExplicitWindowAttention(nn.Module):
 
 
 def _known_attentions() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
-    from timm.models.swin_transformer import WindowAttention
-    from timm.models.vision_transformer import Attention
+    from timm.models import swin_transformer, vision_transformer
 
-    return {Attention: ExplicitAttention, WindowAttention: ExplicitWindowAttention}
+    # timm has moved its attention between modules; this name has stayed
+    attention: Any = vision_transformer.Attention  # type: ignore[attr-defined]
+    return {attention: ExplicitAttention, swin_transformer.WindowAttention: ExplicitWindowAttention}
 
 
 def explicit(model: nn.Module) -> nn.Module:
@@ -102,5 +103,5 @@ def explicit(model: nn.Module) -> nn.Module:
         if convert is not None:
             replace_module(opened, name, convert(module))
     for parameter in opened.parameters():
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad = False
     return opened.eval()

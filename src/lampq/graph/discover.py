@@ -41,6 +41,7 @@ def _is_patch_embedding(module: nn.Module) -> bool:
 def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> ModelGraph:
     """The layers, norms and matmuls of a model in its explicit form.
 
+    What matches inside another block (the small MLP of a position bias) is left in float.
     Raises GraphError, saying what the model has, if none of the searched roles is found.
     """
     layers: list[LayerSpec] = []
@@ -60,7 +61,7 @@ def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> Mode
                     name=name,
                     role=pattern.role,
                     block=blocks.get(block, -1) if pattern.role in SEARCHED_ROLES else -1,
-                    n_params=module.weight.numel(),  # type: ignore[union-attr]
+                    n_params=module.weight.numel(),
                     norm=norm if norm is not None and _foldable(model, norm) else None,
                 )
             )
@@ -68,6 +69,15 @@ def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> Mode
             block = next((b for b in reversed(blocks) if name.startswith(f"{b}.")), "")
             kind = "qk" if name.endswith("qk") else "av"
             matmuls.append(MatmulSpec(name, kind, blocks.get(block, -1)))  # type: ignore[arg-type]
+    nested = {a for a in blocks if any(a.startswith(f"{b}.") for b in blocks)}
+    if nested:
+        inside = {blocks[name] for name in nested}
+        outer = {name: i for i, name in enumerate(b for b in blocks if b not in nested)}
+        moved = {blocks[name]: i for name, i in outer.items()}
+        kept = [layer for layer in layers if layer.block not in inside]
+        layers = [replace(layer, block=moved.get(layer.block, -1)) for layer in kept]
+        matmuls = [replace(site, block=moved.get(site.block, -1)) for site in matmuls]
+        blocks = outer
     if not any(layer.role in SEARCHED_ROLES for layer in layers):
         wanted = ", ".join(p.pattern for p in patterns if p.role in SEARCHED_ROLES)
         raise GraphError(
@@ -119,8 +129,8 @@ def _fold_randomly_(model: nn.Module, layer: LayerSpec, generator: torch.Generat
     channels = linear.in_features
     draw = torch.rand(2, channels, generator=generator).to(linear.weight)
     fold = NormFold(ratio=draw[0] + 0.5, shift=draw[1] - 0.5)
-    bias = linear.bias if linear.bias is not None else linear.weight.new_zeros(linear.out_features)
-    weight, bias = fold.of_linear(linear.weight, bias)
+    own = linear.bias if linear.bias is not None else linear.weight.new_zeros(linear.out_features)
+    weight, bias = fold.of_linear(linear.weight, own)
     norm_weight, norm_bias = fold.of_norm(norm.weight, norm.bias)
     linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
     norm.weight, norm.bias = nn.Parameter(norm_weight), nn.Parameter(norm_bias)

@@ -302,8 +302,8 @@ class _LayerProblem:
 
     def _log_grid(self, x: Tensor, shift: Tensor, cheap: Error) -> Grid:
         """The eight best bases at the scale so far, with every scale of a ladder."""
-        positive = x[x > shift]
-        high = positive.max() if positive.numel() else x.max()
+        positive = x[x > shift] if bool((x > shift).any()) else x.flatten()
+        high = positive.max()
         near = positive.kthvalue(max(1, round(0.9 * positive.numel()))).values
         ladder = torch.linspace(0, 1, 16).to(x) * (high - near) + near
         spacing = ((high - near) / 15).clamp_min(1e-8).reshape(1)
@@ -336,7 +336,7 @@ class _LayerProblem:
 
     def _codes(self, bias: Tensor) -> tuple[Tensor, Tensor]:
         if self.method.compensation == "none":
-            return self.weight_quantizer.encode(self.weight), bias
+            return self.weight_quantizer.encode(self.weight).to(torch.uint8), bias
         return compensated_codes(
             self.weight, bias, self.inputs, self._quantized_inputs(), self.weight_quantizer
         )

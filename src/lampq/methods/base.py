@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, Protocol
 
 import torch
@@ -87,7 +89,11 @@ class SiteWidths:
 
 
 class FitCache:
-    """Fits of a method by layer and width, each computed at most once."""
+    """Fits of a method by layer and width, each computed at most once.
+
+    Fits are independent of each other: they are computed side by side, each on one thread, so that
+    the result does not depend on how many there are.
+    """
 
     def __init__(
         self,
@@ -100,9 +106,9 @@ class FitCache:
         store: FitStore | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._progress = progress or Progress()
         self.model, self.graph, self.sites = model, graph, sites
         self._method, self._stats, self._store = method, stats, store
+        self._progress = progress or Progress()
         self._fits: dict[tuple[str, LayerBits], LayerFit] = {}
         self._matmuls: dict[tuple[str, int, int], MatmulFit] = {}
         self._errors: dict[tuple[str, LayerBits], float] = {}
@@ -113,42 +119,72 @@ class FitCache:
         assert isinstance(stats, LayerStats), "layers have layer statistics"
         return stats.inputs
 
+    def _fit(self, key: tuple[str, LayerBits]) -> LayerFit:
+        name, bits = key
+        spec = self.graph.layer(name)
+        known = None if self._store is None else self._store.load(spec, bits)
+        if known is not None:
+            return known
+        stats = self._stats[name]
+        assert isinstance(stats, LayerStats), "layers have layer statistics"
+        with torch.no_grad():
+            fit = self._method.fit(LinearView.of(self.model, spec), bits, stats)
+        if self._store is not None:
+            self._store.save(fit)
+        return fit
+
+    def _fit_matmul(self, key: tuple[str, int, int]) -> MatmulFit:
+        name, left_bits, right_bits = key
+        site = next(site for site in self.graph.matmuls if site.name == name)
+        stats = self._stats[name]
+        assert isinstance(stats, MatmulStats), "matmuls have matmul statistics"
+        with torch.no_grad():
+            return self._method.fit_matmul(site, left_bits, right_bits, stats)
+
+    def prefetch(
+        self,
+        layers: Iterable[tuple[str, LayerBits]] = (),
+        matmuls: Iterable[tuple[str, int, int]] = (),
+    ) -> None:
+        """Compute the fits that are not there yet."""
+        new_layers = [key for key in dict.fromkeys(layers) if key not in self._fits]
+        new_matmuls = [key for key in dict.fromkeys(matmuls) if key not in self._matmuls]
+        total = len(new_layers) + len(new_matmuls)
+        if not total:
+            return
+        threads = torch.get_num_threads()
+        pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+        with self._progress.stage("fit"):
+            try:
+                fitted: Iterator[LayerFit | MatmulFit] = chain(
+                    pool.map(self._fit, new_layers), pool.map(self._fit_matmul, new_matmuls)
+                )
+                for fit in self._progress.track(fitted, f"fitting {total} sites", total):
+                    if isinstance(fit, LayerFit):
+                        self._fits[fit.spec.name, fit.bits] = fit
+                    else:
+                        self._matmuls[fit.spec.name, fit.left.bits, fit.right.bits] = fit
+            finally:
+                pool.shutdown(cancel_futures=True)
+                torch.set_num_threads(threads)
+
     def layer(self, name: str, bits: LayerBits) -> LayerFit:
         """The fit of one layer at one width."""
-        key = (name, bits)
-        if key not in self._fits:
-            spec = self.graph.layer(name)
-            fit = None if self._store is None else self._store.load(spec, bits)
-            if fit is None:
-                stats = self._stats[name]
-                assert isinstance(stats, LayerStats), "layers have layer statistics"
-                with torch.no_grad(), self._progress.stage("fit"):
-                    fit = self._method.fit(LinearView.of(self.model, spec), bits, stats)
-                if self._store is not None:
-                    self._store.save(fit)
-            self._fits[key] = fit
-        return self._fits[key]
+        self.prefetch([(name, bits)])
+        return self._fits[name, bits]
 
     def matmul(self, site: MatmulSpec, left_bits: int, right_bits: int) -> MatmulFit:
         """The fit of one attention product."""
         key = (site.name, left_bits, right_bits)
-        if key not in self._matmuls:
-            stats = self._stats[site.name]
-            assert isinstance(stats, MatmulStats), "matmuls have matmul statistics"
-            with torch.no_grad(), self._progress.stage("fit"):
-                self._matmuls[key] = self._method.fit_matmul(site, left_bits, right_bits, stats)
+        self.prefetch(matmuls=[key])
         return self._matmuls[key]
 
     def of_plan(self, plan: BitPlan) -> tuple[list[LayerFit], list[MatmulFit]]:
         """Fits of every site of the model under a plan."""
-        layers = [
-            self.layer(spec.name, plan.get(spec.name, self.sites.edge))
-            for spec in self.graph.layers
-        ]
-        matmuls = [
-            self.matmul(site, *self.sites.of_matmul(site, plan)) for site in self.graph.matmuls
-        ]
-        return layers, matmuls
+        layers = [(spec.name, plan.get(spec.name, self.sites.edge)) for spec in self.graph.layers]
+        matmuls = [(site.name, *self.sites.of_matmul(site, plan)) for site in self.graph.matmuls]
+        self.prefetch(layers, matmuls)
+        return [self._fits[key] for key in layers], [self._matmuls[key] for key in matmuls]
 
     def error(self, name: str, bits: LayerBits) -> float:
         """Relative squared error of the layer's output on its float inputs (bias apart)."""

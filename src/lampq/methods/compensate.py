@@ -24,7 +24,9 @@ def compensated_codes(
     centred = (quantized - quantized_mean).double()
     exact = (inputs - mean).double() @ weight.double().T
     gram = centred.T @ centred
-    damped = gram + DAMPING * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    damped = gram + DAMPING * gram.diagonal().mean().clamp_min(1e-12) * torch.eye(
+        len(gram), dtype=gram.dtype
+    )
     residual = exact - centred @ weight.double().T
     refitted = weight.double() + torch.linalg.solve(damped, centred.T @ residual).T
     codes = _gptq(refitted, damped, grid)
@@ -55,4 +57,4 @@ def _gptq(weight: Tensor, gram: Tensor, grid: UniformQuantizer) -> Tensor:
         W[:, stop:] -= errors @ U[start:stop, stop:]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))
-    return codes[:, back].int()
+    return codes[:, back].to(torch.uint8)

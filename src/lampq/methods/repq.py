@@ -71,7 +71,7 @@ class RepQ:
             input_quantizer = _per_tensor(stats.inputs, width)
         scale, zero = _by_percentile(weight, bits.weight)
         weight_quantizer = UniformQuantizer(bits.weight, scale[:, None], zero[:, None])
-        codes = weight_quantizer.encode(weight)
+        codes = weight_quantizer.encode(weight).to(torch.uint8)
         return LayerFit(layer.spec, bits, codes, bias, weight_quantizer, input_quantizer, fold)
 
     def fit_matmul(

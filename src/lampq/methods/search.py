@@ -89,7 +89,7 @@ def uniform_grid(
 def _score(error: Error, scale: Tensor, zero: Tensor, elements: int) -> Tensor:
     """Errors of all candidates, so many at a time that their tensors stay in the cache."""
     size = max(1, CHUNK // elements)
-    pieces = zip(scale.split(size), zero.split(size), strict=True)
+    pieces = zip(torch.split(scale, size), torch.split(zero, size), strict=True)
     return torch.cat([error(s, z) for s, z in pieces])
 
 

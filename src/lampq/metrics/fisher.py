@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -66,7 +67,9 @@ def gradients(
     def watch(name: str) -> torch.utils.hooks.RemovableHandle:
         def keep(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
             x = arguments[0].detach()
-            output.register_hook(lambda gradient: seen.__setitem__(name, (x, gradient)))
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: seen.__setitem__(name, (x, gradient))
+            )
 
         return model.get_submodule(name).register_forward_hook(keep)
 
@@ -79,7 +82,8 @@ def gradients(
             with torch.enable_grad():
                 logits = model(images.clone().requires_grad_())
                 answer = drawn_labels(logits, generator) if labels == "model" else known
-                F.cross_entropy(logits, answer, reduction="sum").backward()  # type: ignore[arg-type]
+                loss = F.cross_entropy(logits, answer, reduction="sum")  # type: ignore[arg-type]
+                loss.backward()  # type: ignore[no-untyped-call]
             yield len(images), dict(seen)
     finally:
         for handle in handles:
@@ -290,7 +294,7 @@ class TypeAwareFisher:
 
         return {
             layer.name: evidence.journal.once(
-                f"quantized trace {layer.name} {bits}", lambda layer=layer: measure(layer)
+                f"quantized trace {layer.name} {bits}", partial(measure, layer)
             )
             for layer in evidence.progress.track(probed, "traces of probes", len(probed))
         }
@@ -316,6 +320,7 @@ def probe_layers(
 ) -> Probes:
     """The model's quality with only one layer at those bits and all else in float."""
     samples = evidence.samples.subset(images, evidence.seed)
+    evidence.fits.prefetch((layer.name, bits) for layer in layers)
     cache: list[PrefixCache] = []
 
     def opened() -> PrefixCache:
@@ -336,7 +341,7 @@ def probe_layers(
     base = Quality(*evidence.journal.once(f"{key} base", lambda: measure(None)))
     measured = {
         layer.name: Quality(
-            *evidence.journal.once(f"{key} {layer.name} {bits}", lambda layer=layer: measure(layer))
+            *evidence.journal.once(f"{key} {layer.name} {bits}", partial(measure, layer))
         )
         for layer in evidence.progress.track(layers, f"probes at {bits} bits", len(layers))
     }

@@ -8,6 +8,7 @@ measured at every width and weighed by the curvature of the log-likelihood at th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -49,9 +50,7 @@ class OutputFisher:
     @torch.no_grad()
     def _measure(self, evidence: Evidence, choices: tuple[LayerBits, ...]) -> Any:
         layers = evidence.graph.allocatable
-        for layer in evidence.progress.track(layers, "fitting all widths", len(layers)):
-            for bits in choices:
-                evidence.fits.layer(layer.name, bits)
+        evidence.fits.prefetch((layer.name, bits) for layer in layers for bits in choices)
         samples = evidence.samples.subset(self.images, evidence.seed)
         projected = np.zeros((len(layers), len(choices)))
         diagonal = np.zeros_like(projected)
@@ -100,10 +99,11 @@ class MeasuredKL:
             return divergence(cache[0].predict(quantized, layer.block), cache[0].logits)
 
         pairs = [(layer, bits) for layer in layers for bits in choices]
+        evidence.fits.prefetch((layer.name, bits) for layer, bits in pairs)
         values = [
             evidence.journal.once(
                 f"kl {len(samples)} {layer.name} {bits}",
-                lambda layer=layer, bits=bits: measure(layer, bits),
+                partial(measure, layer, bits),
             )
             for layer, bits in evidence.progress.track(pairs, "measuring KL", len(pairs))
         ]
@@ -118,6 +118,7 @@ class ReconstructionError:
     def __call__(self, evidence: Evidence, choices: tuple[LayerBits, ...]) -> Sensitivity:
         """Costs of all layers at all widths."""
         layers = evidence.graph.allocatable
+        evidence.fits.prefetch((layer.name, bits) for layer in layers for bits in choices)
         cost = [
             [evidence.fits.error(layer.name, bits) for bits in choices]
             for layer in evidence.progress.track(layers, "reconstruction errors", len(layers))

@@ -21,16 +21,18 @@ SMALLEST = 1e-15
 def log_levels(bits: int, step: int, denominator: int, *, table: bool) -> Tensor:
     """Decoded values of codes 0..2**bits - 1 at scale one, in float64.
 
-    With ``table`` the fractional powers are fixed-point numbers over 2**(bits + 1) - 2,
-    as AdaLog stores them.
+    With ``table`` the fractional powers are fixed-point numbers over 2**(bits + 1) - 2, as AdaLog
+    stores them. Below three bits the denominator stays at 14: a coarser table would merge
+    neighbouring levels, and a decoded value would not encode to itself.
     """
     codes = torch.arange(2**bits, dtype=torch.int64)
     if not table:
         return torch.exp2(-codes.double() * step / denominator)
     whole = torch.div(codes * step, denominator, rounding_mode="floor")
     part = (codes * step - whole * denominator).double() / denominator
-    steps = 2 ** (bits + 1) - 2
-    return torch.exp2(-whole.double()) * (torch.exp2(-part) * steps).round() / steps
+    steps = max(14, 2 ** (bits + 1) - 2)
+    table_values: Tensor = (torch.exp2(-part) * steps).round() / steps
+    return torch.exp2(-whole.double()) * table_values
 
 
 @register

@@ -125,14 +125,14 @@ def assemble(
     model: nn.Module, layers: Iterable[LayerFit], matmuls: Iterable[MatmulFit] = ()
 ) -> nn.Module:
     """A copy of the model (in its explicit form) with the fitted sites quantized."""
-    quantized = copy.deepcopy(model).eval()
+    quantized = copy.deepcopy(model)
     for fit in layers:
         install_(quantized, fit)
     for matmul in matmuls:
         replace_module(quantized, matmul.spec.name, QuantMatMul(matmul))
     for parameter in quantized.parameters():
-        parameter.requires_grad_(requires_grad=False)
-    return quantized
+        parameter.requires_grad = False
+    return quantized.eval()
 
 
 def install_(model: nn.Module, fit: LayerFit) -> None:
