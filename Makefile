@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := runs/demo
 
-.PHONY: demo test lint types wheel clean
+.PHONY: demo test lint types examples wheel clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,14 +27,19 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+examples: $(STAMP)
+	for script in examples/*.py; do $(BIN)/python $$script || exit 1; done
+
+# the wheel in an environment of its own, on the packages of .venv
 wheel: $(STAMP)
-	rm -rf dist build/wheel-check
+	rm -rf dist build
 	$(BIN)/python -m build --wheel --outdir dist . >/dev/null
-	$(PYTHON) -m venv --system-site-packages build/wheel-check
-	PYTHONPATH=$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') \
-		build/wheel-check/bin/pip install --quiet --no-deps --force-reinstall dist/*.whl
-	cd build && PYTHONPATH=$$(../$(BIN)/python -c 'import site; print(site.getsitepackages()[0])') \
-		wheel-check/bin/python -m lampq --help >/dev/null
+	$(PYTHON) -m venv build/venv
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> $$(build/venv/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth
+	build/venv/bin/pip install --quiet --no-deps --ignore-installed dist/*.whl
+	cd build && venv/bin/lampq --help >/dev/null && venv/bin/lampq version
+	du -k dist/*.whl
 
 clean:
 	rm -rf $(VENV) build dist runs

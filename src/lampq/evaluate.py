@@ -112,8 +112,8 @@ class PrefixCache:
     """Inputs of every block of a reference model on some samples.
 
     A model that equals the reference up to block k is run from block k on. Where the blocks do not
-    follow one another (parallel branches), whole models are run instead. At most ``limit`` bytes are kept; where that is not
-    enough for every block, every second, third, ... one is kept.
+    follow one another (parallel branches), whole models are run instead. At most ``limit`` bytes
+    are kept; where that is not enough for every block, every second, third, ... one is kept.
     """
 
     @torch.no_grad()
