@@ -6,6 +6,7 @@ The model is trained for a few seconds on the bundled pictures, so that it has s
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -90,6 +91,7 @@ def main() -> None:
     calibration, test = bundled_samples("calib"), bundled_samples("eval").subset(500, seed=0)
     labels = test.require_labels("an accuracy")
     model = trained(calibration)
+    warnings.simplefilter("ignore", UserWarning)  # the result carries them as notices
     result = lampq.quantize(
         model, calibration, bits=3, patterns=PATTERNS, method="repq", images=128, exchanges=4
     )

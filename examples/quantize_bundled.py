@@ -25,10 +25,9 @@ def main() -> None:
         bundled_samples("calib"),
         bits=3,
         method="repq",
-        metric="recon",
         images=128,
-        exchanges=4,
-        score_images=64,
+        metric_images=32,
+        exchanges=8,
     )
     print(f"float    {top1(predict(loaded.model, test), labels):6.2f} %")
     print(f"uniform  {top1(predict(result.uniform_model(), test), labels):6.2f} %")

@@ -1,4 +1,4 @@
-"""Train one of the two bundled Fashion-MNIST models and write its weights and images.
+r"""Train one of the two bundled Fashion-MNIST models and write its weights and images.
 
     data=/usr/share/datasets/fashion-mnist out=runs/bundled
     python scripts/train_bundled.py images --data $data --out $out

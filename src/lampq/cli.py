@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -125,7 +125,16 @@ def _width(text: str | None) -> str | int | None:
 def _bytes(text: str | None) -> int | None:
     if text is None:
         return None
-    units = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "b": 1, "": 1}
+    units = {
+        "kb": 10**3,
+        "mb": 10**6,
+        "gb": 10**9,
+        "kib": 2**10,
+        "mib": 2**20,
+        "gib": 2**30,
+        "b": 1,
+        "": 1,
+    }
     number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text[len(number) :].strip().lower()
     try:
@@ -263,6 +272,7 @@ def quantize_command(
     alpha_signal: Annotated[str | None, typer.Option(rich_help_panel="Metric")] = None,
     alpha_trace: Annotated[str | None, typer.Option(rich_help_panel="Metric")] = None,
     allocator: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
+    update: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
     exchanges: Annotated[int | None, typer.Option(rich_help_panel="Exchanges")] = None,
     exchange_error: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
     ratios: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
@@ -304,12 +314,17 @@ def quantize_command(
     work = _open_work(out, _fingerprint(settings, inputs), resume=resume)
     how = _preprocessing(loaded.preprocessing, mean, std, crop_pct)
     progress.note(f"reading pictures for {model}")
-    samples = bundled_samples("calib") if calib is None else read_folder(calib, how)
+    samples = (
+        bundled_samples("calib")
+        if calib is None
+        else read_folder(calib, how, limit=settings.images, seed=settings.seed)
+    )
     scored = _evaluation_samples(loaded, calib, evaluation, how)
     for some in (samples, scored):
         if some is not None:
             _check_labels(some, loaded.model)
-    report, result = _run(loaded, samples, scored, settings, layer_plan, out, work, progress)
+    job = _Job(loaded, samples, scored, settings, layer_plan, how, inputs)
+    report, result = _run(job, out, work, progress)
     if as_json:
         print(json.dumps(report, indent=2))
     elif not quiet:
@@ -324,28 +339,38 @@ def _evaluation_samples(
     return bundled_samples("eval") if loaded.source.kind == "bundled" and calib is None else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """All that one quantize command works on."""
+
+    loaded: LoadedModel
+    samples: Samples
+    scored: Samples | None
+    settings: RunConfig
+    layer_plan: dict[str, LayerBits] | None
+    how: Preprocessing
+    inputs: dict[str, Any]
+
+
 def _run(
-    loaded: LoadedModel,
-    samples: Samples,
-    scored: Samples | None,
-    settings: RunConfig,
-    layer_plan: dict[str, LayerBits] | None,
-    out: Path,
-    work: Path,
-    progress: TerminalProgress,
+    job: _Job, out: Path, work: Path, progress: TerminalProgress
 ) -> tuple[dict[str, Any], Result]:
+    loaded, scored, settings = job.loaded, job.scored, job.settings
     journal = Journal(work / "journal.jsonl")
 
     def keep(plan: BitPlan, model: nn.Module) -> None:
         """The best so far is always on disk."""
         _dump(out / "plan.json", plan_json(plan))
-        write_atomically(out / "model.safetensors", packed(model, loaded.source, plan, settings))
+        content = packed(model, loaded.source, plan, settings, job.how)
+        write_atomically(out / "model.safetensors", content)
 
     run = Run(progress, journal, FitFolder(work / "fits"), keep)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            result = quantize(loaded.model, samples, config=settings, plan=layer_plan, run=run)
+            result = quantize(
+                loaded.model, job.samples, config=settings, plan=job.layer_plan, run=run
+            )
         for notice in result.notices:
             progress.note(f"[yellow]note:[/] {notice}")
         scores = {}
@@ -380,7 +405,14 @@ def _run(
         seconds=progress.seconds,
         files=files,
         float_bytes=float_bytes,
-        extra={"uniform_bytes": uniform_bytes(result)},
+        extra={
+            "uniform_bytes": uniform_bytes(result),
+            "data": {
+                **job.inputs,
+                "preprocessing": asdict(job.how),
+                "calibration_images": min(len(job.samples), settings.images),
+            },
+        },
     )
     write_atomically(out / "report.md", report_markdown(report, result.plan).encode())
     _dump(out / "report.json", report)
@@ -401,7 +433,7 @@ def _print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
     }
     means = {
         "fp32": 32.0,
-        "uniform": math.floor(report["bits"]["target"] + 1e-9),
+        "uniform": report["uniform_bits"],
         "mixed": report["bits"]["mean_weight_searched"],
     }
     for name in ("fp32", "uniform", "mixed"):
@@ -451,10 +483,7 @@ def eval_command(
         raise ConfigError(f"images must be at least 1, got {images}")
     model = load_checkpoint(checkpoint)
     bundled = header.source.kind == "bundled"
-    if bundled:
-        own = load_model(header.source.name).preprocessing
-    else:
-        own = preprocessing_of(header.source.build())
+    own = header.preprocessing or preprocessing_of(header.source.build())
     how = _preprocessing(own, mean, std, crop_pct)
     if data is None and not bundled:
         raise ConfigError("give the pictures to score with --data DIR")

@@ -14,11 +14,15 @@ from lampq.errors import ConfigError
 from lampq.types import MAX_BITS, MIN_BITS, LayerBits
 
 Preset = Literal["best", "paper"]
+WIDE = (2, 3, 4, 5, 6, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """All options of one run. Field names are the command-line flags and the TOML keys."""
+    """All options of one run. Field names are the command-line flags and the TOML keys.
+
+    The defaults are those of the preset "best"; ``make_config`` fills in another preset.
+    """
 
     # what is wanted
     bits: float = 4.0
@@ -50,16 +54,20 @@ class RunConfig:
     alpha_trace: Literal["quantized", "fp"] = "fp"
     # allocation and exchanges
     allocator: str = "ilp"
-    exchanges: int = 16
+    update: Literal["context", "exchange"] = "context"
+    exchanges: int = 24
     exchange_error: Literal["cost", "local", "cumulative"] = "cost"
     ratios: Literal["paper", "exact", "optimal", "measured"] = "measured"
     gain_formula: Literal["verbal", "printed"] = "verbal"
     swap_budget: Literal["weighted", "unweighted"] = "weighted"
     accept: Literal["accuracy", "loss", "kl"] = "kl"
-    score_images: int = 128
+    score_images: int = 256
     patience: int = 5
 
     def __post_init__(self) -> None:
+        for name in ("bits", "gamma", "mu"):
+            if type(getattr(self, name)) is int:
+                object.__setattr__(self, name, float(getattr(self, name)))
         hints = typing.get_type_hints(type(self))
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), hints[field.name])
@@ -108,8 +116,7 @@ class RunConfig:
         weights = self.choices
         if weights is None:
             target = self.target.weight
-            span = (2, MAX_BITS) if self.preset == "best" else _paper_span(target)
-            weights = tuple(range(max(MIN_BITS, span[0]), min(MAX_BITS, span[1]) + 1))
+            weights = WIDE if self.preset == "best" else _paper_widths(target)
         return tuple(LayerBits(b, self._activation(b)) for b in sorted(weights))
 
     def _activation(self, weight: int) -> int:
@@ -123,9 +130,10 @@ class RunConfig:
         return {**asdict(self), "choices": [b.weight for b in self.widths]}
 
 
-def _paper_span(target: int) -> tuple[int, int]:
+def _paper_widths(target: int) -> tuple[int, ...]:
     """The paper's sets: 1..5 around three bits, 2..5 around four, else two on either side."""
-    return {3: (1, 5), 4: (2, 5)}.get(target, (target - 2, target + 2))
+    low, high = {3: (1, 5), 4: (2, 5)}.get(target, (target - 2, target + 2))
+    return tuple(range(max(MIN_BITS, low), min(MAX_BITS, high) + 1))
 
 
 PAPER: dict[str, Any] = {
@@ -136,6 +144,7 @@ PAPER: dict[str, Any] = {
     "metric_images": 256,
     "alpha_signal": "accuracy",
     "alpha_trace": "quantized",
+    "update": "exchange",
     "exchanges": 200,
     "exchange_error": "cumulative",
     "ratios": "paper",
@@ -158,9 +167,6 @@ def make_config(options: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
     if isinstance(given.get("choices"), list):
         given["choices"] = tuple(given["choices"])
-    for name in ("bits", "gamma", "mu"):
-        if isinstance(given.get(name), int):
-            given[name] = float(given[name])
     return RunConfig(**{**PRESETS[preset], **given})
 
 

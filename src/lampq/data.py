@@ -98,7 +98,8 @@ def gather(samples: Iterable[object] | Samples) -> Samples:
     images: list[Tensor] = []
     labels: list[Tensor] = []
     for item in samples:
-        picture, label = (item[0], item[1]) if isinstance(item, tuple | list) else (item, None)
+        parts = tuple(item) if isinstance(item, tuple | list) else (item,)
+        picture, label = parts[0], parts[1] if len(parts) > 1 else None
         if not isinstance(picture, Tensor):
             raise DataError(f"samples must be tensors, got {type(picture).__name__}")
         images.append(picture if picture.ndim == 4 else picture[None])

@@ -173,7 +173,7 @@ def load_model(name: str, weights: Path | None = None) -> LoadedModel:
     if state is not None:
         load_state(model, state, str(weights))
     check_finite(model)
-    source = ModelSource("timm", name.split(".")[0], options)
+    source = ModelSource("timm", name, options)
     return LoadedModel(tag(model.eval(), source), source, preprocessing_of(model))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
 from lampq.artifact.pack import packed_size
 from lampq.calibrate import collect
 from lampq.config import RunConfig, make_config
-from lampq.data import Samples, gather
+from lampq.data import Preprocessing, Samples, gather
 from lampq.errors import BudgetError, ConfigError
 from lampq.evaluate import PrefixCache, Quality, predict
 from lampq.graph.attention import explicit
@@ -26,11 +26,15 @@ from lampq.methods import METHODS, FitCache, FitStore, Method, SiteWidths
 from lampq.methods.base import LinearView
 from lampq.methods.search import EXHAUSTIVE, SearchDepth
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
+from lampq.metrics.context import Changes, context_changes
 from lampq.models import ModelSource, check_finite, source_of
 from lampq.progress import Journal, Progress
 from lampq.quant.modules import assemble
-from lampq.refine import RefineOptions, refine
+from lampq.refine import RefineOptions, neighbours, refine, refine_in_context
 from lampq.types import Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
+
+# the preprocessing that a checkpoint may carry, as JSON
+HEADER_ROOM = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,27 @@ class Result:
 
     def uniform_model(self) -> nn.Module:
         """The model at the uniform width of the same budget."""
-        return assemble(self.fits.model, *self.fits.of_plan(self.uniform))
+        return self.of_plan(self.uniform)
+
+    def of_plan(self, plan: BitPlan) -> nn.Module:
+        """The model at the widths of another plan, from the same fits."""
+        return assemble(self.fits.model, *self.fits.of_plan(plan))
 
 
-def packed(model: nn.Module, source: ModelSource, plan: BitPlan, config: RunConfig) -> bytes:
-    """The checkpoint of an assembled model."""
-    bits = {name: [width.weight, width.activation] for name, width in plan.items()}
-    return checkpoint_bytes(model, source, {"plan": bits, "config": config.to_json()})
+def packed(
+    model: nn.Module,
+    source: ModelSource,
+    plan: BitPlan,
+    config: RunConfig,
+    preprocessing: Preprocessing | None = None,
+) -> bytes:
+    """The checkpoint of an assembled model; it remembers how its pictures are prepared."""
+    notes: dict[str, Any] = {
+        "plan": {name: [width.weight, width.activation] for name, width in plan.items()},
+        "config": config.to_json(),
+        "preprocessing": None if preprocessing is None else asdict(preprocessing),
+    }
+    return checkpoint_bytes(model, source, notes)
 
 
 def build_method(config: RunConfig) -> Method:
@@ -283,9 +301,8 @@ def _quantize(
             )
     else:
         with run.progress.stage("metric"):
-            reference = predict(opened, samples) if config.metric == "fisher" else scorer.reference
             evidence = Evidence(
-                opened, graph, fits, samples, reference, config.seed, run.progress, run.journal
+                opened, graph, fits, samples, config.seed, run.progress, run.journal
             )
             sensitivity = metric(evidence, config.widths)
         with run.progress.stage("allocate"):
@@ -340,10 +357,14 @@ def _size_budget(
 ) -> Budget:
     """The mean width that fills a file of the wanted size, everything in the file counted."""
     assert config.target_size is not None, "only called with a size"
-    whole = len(packed(assemble(fits.model, *fits.of_plan(uniform)), source, uniform, config))
-    codes = sum(packed_size(layer.n_params, uniform[layer.name].weight) for layer in uniform.layers)
-    # per layer up to a byte of padding, and the header names widths of one digit each
-    fixed = whole - codes + len(uniform.layers) + 64
+    overheads = []
+    for bits in config.widths:
+        plan = BitPlan.uniform(uniform.layers, bits)
+        whole = packed(assemble(fits.model, *fits.of_plan(plan)), source, plan, config)
+        codes = sum(packed_size(layer.n_params, bits.weight) for layer in plan.layers)
+        overheads.append(len(whole) - codes)
+    # offsets in the header may take a digit more, and every layer up to a byte of padding
+    fixed = max(overheads) + HEADER_ROOM + 4 * len(fits.model.state_dict()) + len(uniform.layers)
     room = 8 * (config.target_size - fixed)
     weights = sum(layer.n_params for layer in uniform.layers)
     if room < config.widths[0].weight * weights:
@@ -402,15 +423,25 @@ def _refined(
         if config.exchanges == 0:
             return plan, ()
         scorer.rebase(plan)
-        attempts = refine(
-            plan,
-            budget,
-            choices=table.choices,
-            errors=errors,
-            error_at=error_at,
-            score=lambda p: _score_of(scorer.quality(p), config.accept),
-            options=options,
-        )
+        if config.update == "context":
+            attempts = refine_in_context(
+                plan,
+                budget,
+                changes=lambda p: _changes(p, scorer.fits, samples, table.choices, config, run),
+                score=lambda p: _score_of(scorer.quality(p), config.accept),
+                max_updates=config.exchanges,
+                patience=config.patience,
+            )
+        else:
+            attempts = refine(
+                plan,
+                budget,
+                choices=table.choices,
+                errors=errors,
+                error_at=error_at,
+                score=lambda p: _score_of(scorer.quality(p), config.accept),
+                options=options,
+            )
         for step in run.progress.track(attempts, "exchanges", None):
             steps.append(step)
             if step.accepted:
@@ -418,6 +449,31 @@ def _refined(
                 scorer.rebase(plan)
                 run.on_plan(plan, assemble(scorer.fits.model, *scorer.fits.of_plan(plan)))
     return plan, tuple(steps)
+
+
+def _changes(
+    plan: BitPlan,
+    fits: FitCache,
+    samples: Samples,
+    choices: tuple[LayerBits, ...],
+    config: RunConfig,
+    run: Run,
+) -> Changes:
+    """Predicted effect of moving each layer one choice down or up."""
+    moves = {
+        name: tuple(other for other in neighbours(bits, choices) if other is not None)
+        for name, bits in plan.items()
+    }
+    some = samples.subset(config.metric_images, config.seed)
+
+    def measure() -> dict[str, list[float]]:
+        reference = predict(fits.model, some)
+        found = context_changes(fits, plan, some, reference, moves, run.progress)
+        return {name: [found[name][bits] for bits in widths] for name, widths in moves.items()}
+
+    key = " ".join(map(str, plan.widths))
+    values = run.journal.once(f"context {len(some)} {key}", measure)
+    return {name: dict(zip(widths, values[name], strict=True)) for name, widths in moves.items()}
 
 
 def _not_worse_than_uniform(

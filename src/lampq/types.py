@@ -220,9 +220,9 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One attempted exchange of a bit between two layers."""
+    """One attempted exchange of bits between layers."""
 
-    widened: str
+    widened: tuple[str, ...]
     narrowed: tuple[str, ...]
     plan: BitPlan
     score: float

@@ -16,6 +16,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from lampq.artifact.pack import pack, unpack
+from lampq.data import Preprocessing
 from lampq.errors import FormatError, LampqError
 from lampq.graph.attention import explicit
 from lampq.models import ModelSource, load_state
@@ -45,6 +46,9 @@ def write_atomically(path: Path, content: bytes) -> None:
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            Path(name).chmod(0o666 & ~mask)
             Path(name).replace(path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
@@ -134,6 +138,16 @@ class Header:
         """How to build the architecture."""
         fields = self.content["source"]
         return ModelSource(fields["kind"], fields["name"], dict(fields["options"]))
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        """How pictures are prepared for this model, if the run knew."""
+        fields = self.content.get("preprocessing")
+        if fields is None:
+            return None
+        return Preprocessing(
+            tuple(fields["mean"]), tuple(fields["std"]), fields["crop_pct"], fields["size"]
+        )
 
     def layers(self) -> Iterable[tuple[LayerSpec, LayerBits]]:
         """The quantized layers and their widths, in execution order."""

@@ -84,8 +84,9 @@ class SiteWidths:
         own = {
             layer.role.value: plan[layer.name] for layer in plan.layers if layer.block == site.block
         }
-        inner = own["qkv"].activation
-        return (inner, inner) if site.kind == "qk" else (own["proj"].activation, inner)
+        inner = own.get("qkv", self.edge).activation
+        outer = own.get("proj", self.edge).activation
+        return (inner, inner) if site.kind == "qk" else (outer, inner)
 
 
 class FitCache:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from lampq.data import Samples
 from lampq.methods.base import FitCache
@@ -16,13 +16,12 @@ from lampq.types import CostTable, LayerBits, ModelGraph
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The float model in explicit form, its graph, its fits, samples, and its logits on them."""
+    """The float model in explicit form, its graph, its fits, and the calibration samples."""
 
     model: nn.Module
     graph: ModelGraph
     fits: FitCache
     samples: Samples
-    logits: Tensor
     seed: int = 0
     progress: Progress = field(default_factory=Progress)
     journal: Journal = field(default_factory=Journal)

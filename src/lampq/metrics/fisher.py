@@ -158,6 +158,15 @@ def sampled_blocks(n_blocks: int, share: float, seed: int) -> tuple[int, ...]:
     return tuple(sorted(torch.randperm(n_blocks, generator=generator)[:count].tolist()))
 
 
+def _one_per_role(layers: tuple[LayerSpec, ...], blocks: tuple[int, ...]) -> list[LayerSpec]:
+    """The layers of the sampled blocks, and the first of every role that has none there."""
+    probed = [layer for layer in layers if layer.block in blocks]
+    for layer in layers:
+        if all(layer.role is not other.role for other in probed):
+            probed.append(layer)
+    return probed
+
+
 def role_scales(
     drops: Mapping[LayerRole, float],
     traces: Mapping[LayerRole, float],
@@ -248,7 +257,7 @@ class TypeAwareFisher:
         details: dict[str, Any],
     ) -> dict[LayerRole, float]:
         blocks = sampled_blocks(len(evidence.graph.blocks), self.probe_blocks, evidence.seed)
-        probed = [layer for layer in evidence.graph.allocatable if layer.block in blocks]
+        probed = _one_per_role(evidence.graph.allocatable, blocks)
         probes = probe_layers(
             evidence, probed, _probe_bits(self.probe_bits, choices), self.probe_images
         )

@@ -35,7 +35,7 @@ class OutputFisher:
     images: int = 128
     draws: int = 1
     labels: Labels = "model"
-    form: Literal["projected", "diagonal", "both"] = "projected"
+    form: Literal["projected", "diagonal", "both"] = "both"
 
     def __call__(self, evidence: Evidence, choices: tuple[LayerBits, ...]) -> Sensitivity:
         """Costs of all layers at all widths."""

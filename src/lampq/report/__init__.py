@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from lampq.artifact.checkpoint import checkpoint_bytes
 from lampq.evaluate import interval95
-from lampq.pipeline import Result
+from lampq.pipeline import Result, packed
 from lampq.quant.modules import QuantLayer
 from lampq.types import BitPlan, CostTable
 
@@ -107,6 +106,7 @@ def build_report(
         "versions": versions(),
         "scores": {name: dict(score) for name, score in scores.items()},
         "calibration": {name: asdict(quality) for name, quality in result.calibration.items()},
+        "uniform_bits": result.uniform.mean_weight_bits,
         "bits": bits_json(result.model, result.plan, result.budget.mean_bits),
         "plan": plan_json(result.plan),
         "initial_plan": None if allocation is None else plan_json(allocation.plan),
@@ -117,7 +117,7 @@ def build_report(
         },
         "exchanges": [
             {
-                "widened": step.widened,
+                "widened": list(step.widened),
                 "narrowed": list(step.narrowed),
                 "score": step.score,
                 "accepted": step.accepted,
@@ -135,15 +135,17 @@ def build_report(
 
 def uniform_bytes(result: Result) -> int:
     """Size of the checkpoint of the uniform model."""
-    return len(checkpoint_bytes(result.uniform_model(), result.source, {}))
+    return len(packed(result.uniform_model(), result.source, result.uniform, result.config))
 
 
 def plan_rows(plan: BitPlan) -> list[tuple[str, dict[str, str]]]:
     """Rows (block, role -> width) of the plan, one per block."""
     rows: dict[int, dict[str, str]] = {}
     for layer, bits in zip(plan.layers, plan.widths, strict=True):
-        same = bits.weight == bits.activation
-        rows.setdefault(layer.block, {})[layer.role.value] = str(bits.weight) if same else str(bits)
+        shown = str(bits.weight) if bits.weight == bits.activation else str(bits)
+        row = rows.setdefault(layer.block, {})
+        role = layer.role.value
+        row[role] = f"{row[role]},{shown}" if role in row else shown
     return [(str(block) if block >= 0 else "-", row) for block, row in sorted(rows.items())]
 
 

@@ -1,0 +1,164 @@
+"""The accuracy table of docs/reproduction.md: one JSON line per row, resumable.
+
+python benchmarks/reproduce.py --results runs/reproduction.jsonl [--only best] [--threads 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import real
+import torch
+
+from lampq.allocate import random_plan
+from lampq.config import make_config
+from lampq.data import Samples
+from lampq.evaluate import divergence, predict, top1
+from lampq.models import LoadedModel
+from lampq.pipeline import Result, Run, quantize
+from lampq.progress import Progress
+from lampq.types import BitPlan, Budget
+
+Row = dict[str, Any]
+
+
+class Bench:
+    """Model, images and float logits, loaded once."""
+
+    def __init__(self) -> None:
+        self.loaded: LoadedModel = real.model()
+        self.calibration: Samples = real.calibration()
+        self.evaluation: Samples = real.evaluation()
+        self.logits = predict(self.loaded.model, self.evaluation)
+
+    def score(self, model: torch.nn.Module) -> Row:
+        """Accuracy and divergence on the evaluation images."""
+        logits = predict(model, self.evaluation)
+        labels = self.evaluation.require_labels("an accuracy")
+        same = (logits.argmax(1) == self.logits.argmax(1)).double().mean()
+        return {
+            "top1": top1(logits, labels),
+            "top1_first_1000": top1(logits[:1000], labels[:1000]),
+            "agree": 100 * float(same),
+            "kl": divergence(logits, self.logits),
+            "images": len(labels),
+        }
+
+    def run(self, **options: Any) -> tuple[Result, Progress]:
+        """One run on the calibration images."""
+        progress = Progress()
+        result = quantize(
+            self.loaded.model,
+            self.calibration,
+            config=make_config(options),
+            run=Run(progress=progress),
+        )
+        return result, progress
+
+
+def uniform(bench: Bench, method: str, bits: int, seed: int, edge: str | int) -> Row:
+    """All layers at one width."""
+    result, progress = bench.run(
+        method=method,
+        bits=bits,
+        seed=seed,
+        choices=(bits,),
+        metric="recon",
+        exchanges=0,
+        onebit="adalog",
+        edge_bits=edge,
+    )
+    return {**bench.score(result.model), "seconds": sum(progress.seconds.values())}
+
+
+def mixed(bench: Bench, preset: str, bits: int, seed: int) -> Row:
+    """A preset's plan, and the uniform plan of the same options."""
+    result, progress = bench.run(preset=preset, bits=bits, seed=seed)
+    return {
+        **bench.score(result.model),
+        "uniform": bench.score(result.uniform_model()),
+        "calibration_kl": {k: -q.agreement for k, q in result.calibration.items()},
+        "mean_weight_bits": result.plan.mean_weight_bits,
+        "mean_activation_bits": result.plan.mean_activation_bits,
+        "widths": [b.weight for b in result.plan.widths],
+        "accepted": sum(step.accepted for step in result.steps),
+        "attempted": len(result.steps),
+        "seconds": sum(progress.seconds.values()),
+        "stages": dict(progress.seconds),
+        "notices": list(result.notices),
+    }
+
+
+def randoms(bench: Bench, bits: int, draws: int) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Random plans of equal budget, as a control."""
+    cache: list[Result] = []
+
+    def score(draw: int) -> Row:
+        if not cache:
+            cache.append(bench.run(bits=bits, choices=(bits,), metric="recon", exchanges=0)[0])
+        base = cache[0]
+        choices = make_config({"bits": bits}).widths
+        plan: BitPlan = random_plan(base.graph.allocatable, choices, Budget(bits), draw)
+        model = base.of_plan(plan)
+        return {**bench.score(model), "mean_weight_bits": plan.mean_weight_bits}
+
+    for draw in range(draws):
+        yield f"random {bits} draw {draw}", lambda draw=draw: score(draw)
+
+
+def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Every row of the table, by key, most wanted first."""
+    yield "fp32", lambda: bench.score(bench.loaded.model)
+    for bits in (4, 3):
+        for method in ("adalog", "repq", "minmax"):
+            yield (
+                f"uniform {method} {bits} seed 0 edge target",
+                lambda m=method, b=bits: uniform(bench, m, b, 0, "target"),
+            )
+    for seed in range(3):
+        for preset in ("best", "paper"):
+            for bits in (4, 3):
+                yield (
+                    f"{preset} {bits} seed {seed}",
+                    lambda p=preset, b=bits, s=seed: mixed(bench, p, b, s),
+                )
+    yield from randoms(bench, 3, 10)
+    for seed in (1, 2):
+        for bits in (4, 3):
+            for method in ("adalog", "repq"):
+                yield (
+                    f"uniform {method} {bits} seed {seed} edge target",
+                    lambda m=method, b=bits, s=seed: uniform(bench, m, b, s, "target"),
+                )
+
+
+def main() -> None:
+    """Compute the rows that the results file does not have yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("runs/reproduction.jsonl"))
+    parser.add_argument("--only", default="", help="keys that contain this text")
+    parser.add_argument("--threads", type=int)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    done = {json.loads(line)["key"] for line in lines}
+    for key, compute in jobs(Bench()):
+        if key in done or options.only not in key:
+            continue
+        start = time.perf_counter()
+        row = {"key": key, **compute(), "date": datetime.now(UTC).date().isoformat()}
+        with options.results.open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(row) + "\n")
+        print(f"{key}: top-1 {row['top1']:.2f} ({time.perf_counter() - start:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
