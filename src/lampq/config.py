@@ -54,7 +54,7 @@ class RunConfig:
     alpha_trace: Literal["quantized", "fp"] = "fp"
     # allocation and exchanges
     allocator: str = "ilp"
-    update: Literal["context", "exchange"] = "context"
+    update: Literal["context", "exchange"] = "exchange"
     exchanges: int = 24
     exchange_error: Literal["cost", "local", "cumulative"] = "cost"
     ratios: Literal["paper", "exact", "optimal", "measured"] = "measured"
@@ -144,7 +144,6 @@ PAPER: dict[str, Any] = {
     "metric_images": 256,
     "alpha_signal": "accuracy",
     "alpha_trace": "quantized",
-    "update": "exchange",
     "exchanges": 200,
     "exchange_error": "cumulative",
     "ratios": "paper",

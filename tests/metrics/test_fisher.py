@@ -44,10 +44,7 @@ def evidence_of(case: Case, method: str = "minmax", samples: Samples | None = No
     fits = FitCache(
         case.model, case.graph, METHODS.get(method)(), case.stats, SiteWidths(LayerBits(8, 8), 4)
     )
-    used = samples or case.samples
-    with torch.no_grad():
-        logits = case.model(used.images)
-    return Evidence(case.model, case.graph, fits, used, logits, seed=0)
+    return Evidence(case.model, case.graph, fits, samples or case.samples, seed=0)
 
 
 def weight_gradients(case: Case, names: list[str], answers: torch.Tensor) -> list[dict[str, float]]:

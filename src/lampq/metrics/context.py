@@ -1,10 +1,11 @@
-"""What a change of width would do inside the quantized model, to first order.
+"""What a change of width would do inside the quantized model.
 
 The cost of a layer alone, all else in float, is a poor guide once everything is quantized: errors
 cancel, add up and saturate. Here the KL divergence of the quantized model from the float one is
-differentiated with respect to every layer's output, through the rounding (straight-through), and
-multiplied by the change of that output when the layer alone changes its width. One forward and
-backward pass predicts the effect of every single change, with its sign.
+differentiated with respect to every layer's output, through the rounding (straight-through). With
+d = gradient . change of the output when the layer alone changes its width, the prediction is
+E[d] + E[d**2] / 2, the second term standing for the curvature. One forward and backward pass
+predicts the effect of every single change, with its sign.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def context_changes(
                 inputs = _float_input(fits.layer(name, plan[name]), x)
                 for bits in widths:
                     moved = layer_output(fits.layer(name, bits), inputs).view_as(y)
-                    totals[name][bits] += float((gradient * (moved - y)).sum())
+                    effect = (gradient * (moved - y)).reshape(len(images), -1).sum(dim=1)
+                    totals[name][bits] += float((effect + effect.square() / 2).sum())
     return {
         name: {bits: total / len(samples) for bits, total in widths.items()}
         for name, widths in totals.items()
