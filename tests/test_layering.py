@@ -32,8 +32,11 @@ ORDER = (
     "models",
     "artifact",
     "config",
+    "scoring",
     "pipeline",
     "report",
+    "runfolder",
+    "terminal",
     "cli",
 )
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))

@@ -21,19 +21,12 @@ from lampq.config import RunConfig, make_config
 from lampq.errors import BudgetError, ConfigError, DataError, FormatError, GraphError
 from lampq.evaluate import divergence, predict
 from lampq.graph.families import RolePattern
+from lampq.methods import METHODS
 from lampq.metrics import METRICS, Evidence, Sensitivity
-from lampq.pipeline import (
-    PlanScorer,
-    Result,
-    Run,
-    build_method,
-    build_metric,
-    cumulative_errors,
-    packed,
-    site_widths,
-)
+from lampq.pipeline import Result, build, packed, site_widths
 from lampq.progress import Journal, Progress
 from lampq.quant.modules import assemble
+from lampq.scoring import PlanScorer, Run, cumulative_errors
 from lampq.types import BitPlan, CostTable, LayerBits, LayerRole
 
 T = TypeVar("T")
@@ -222,7 +215,7 @@ class Inverted:
 def test_a_mixed_plan_that_is_worse_is_replaced_by_uniform_with_a_warning(
     vit: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lampq.pipeline, "build_metric", lambda _config: Inverted())
+    monkeypatch.setitem(METRICS._factories, "output", Inverted)
     with pytest.warns(UserWarning, match="the uniform plan is returned"):
         result = quantize(vit.original, vit.samples, **{**QUICK, "exchanges": 0})
     assert set(result.plan.widths) == {LayerBits(3, 3)}
@@ -234,7 +227,7 @@ def test_a_mixed_plan_that_is_worse_is_replaced_by_uniform_with_a_warning(
 def test_the_plan_that_replaces_a_worse_one_is_made_of_the_choices(
     vit: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lampq.pipeline, "build_metric", lambda _config: Inverted())
+    monkeypatch.setitem(METRICS._factories, "output", Inverted)
     options = {"method": "minmax", "choices": [2, 3], "bits": 4, "exchanges": 0}
     with pytest.warns(UserWarning, match="the uniform plan is returned"):
         result = quantize(vit.original, vit.samples, **options)
@@ -401,10 +394,12 @@ def test_edges_are_quantized_at_the_configured_width(vit: Case) -> None:
 
 def test_the_options_of_the_configuration_reach_method_and_metric() -> None:
     config = make_config({"zero_code": "reserved", "onebit": "adalog", "search": "exhaustive"})
-    method: Any = build_method(config)
+    method: Any = build(METHODS.get("adalog"), config)
     assert (method.zero_code, method.onebit) == ("reserved", "adalog")
-    metric: Any = build_metric(
-        make_config({"metric": "fisher", "gamma": 7, "beta": 3, "mu": 0.25, "labels": "data"})
+    assert method.search == "exhaustive"
+    metric: Any = build(
+        METRICS.get("fisher"),
+        make_config({"metric": "fisher", "gamma": 7, "beta": 3, "mu": 0.25, "labels": "data"}),
     )
     assert (metric.penalty, metric.probe_bits, metric.probe_blocks) == (7.0, 3, 0.25)
     assert metric.labels == "data"

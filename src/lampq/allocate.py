@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, kron, vstack
 
 from lampq.errors import BudgetError
 from lampq.registry import Registry
@@ -35,48 +36,64 @@ def allocate_ilp(costs: CostTable, budget: Budget, *, time_limit: float = TIME_L
     The optimum is proved to a relative gap of zero unless the time limit ends the search first.
     """
     check_feasible(costs.layers, costs.choices, budget)
-    n_layers, n_choices = costs.cost.shape
-    one_each = kron(csr_array(np.eye(n_layers)), np.ones((1, n_choices)))
-    used = np.outer(
-        [layer.n_params for layer in costs.layers], [bits.weight for bits in costs.choices]
-    ).reshape(1, -1)
-    limit = budget.limit(costs.layers)
-    # rows of about one, so that the solver's absolute tolerances cannot admit a whole weight
-    weight_row = csr_array(used / limit)
-    scaled, _unit = _scaled(costs.cost)
-    solution = milp(
-        scaled.ravel(),
-        integrality=np.ones(scaled.size),
-        bounds=Bounds(0, 1),
-        constraints=[
-            LinearConstraint(
-                vstack([one_each, weight_row]).tocsr(),
-                np.append(np.ones(n_layers), -np.inf),
-                np.append(np.ones(n_layers), 1.0),
-            ),
-        ],
-        options={"time_limit": time_limit, "mip_rel_gap": 0.0},
-    )
-    if solution.x is None:
-        raise BudgetError(
-            f"the solver found no plan of {budget.mean_bits:g} bits in {time_limit:g} seconds: "
-            f"{solution.message}"
-        )
-    picked = solution.x.reshape(scaled.shape).argmax(axis=1)
+    lowered = costs.cost - costs.cost.min(axis=1, keepdims=True)
+    row, limit = _weight_row(costs, budget)
+    unit = float(lowered.max()) or 1.0
+    while True:
+        solution = _solve(lowered, unit, row, limit, time_limit)
+        if solution.x is None:
+            raise BudgetError(
+                f"the solver found no plan of {budget.mean_bits:g} bits in {time_limit:g} seconds: "
+                f"{solution.message}"
+            )
+        picked = solution.x.reshape(lowered.shape).argmax(axis=1)
+        found = float(lowered[np.arange(len(picked)), picked].sum())
+        # the solver's gap is absolute: where the optimum is small against the unit, look closer
+        if found >= 0.1 * unit or found == 0 or solution.status != 0:
+            break
+        unit = found
     plan = BitPlan(costs.layers, tuple(costs.choices[column] for column in picked))
     return Allocation(
         plan=budget.checked(plan),
-        objective=float(costs.cost[np.arange(n_layers), picked].sum()),
+        objective=float(costs.cost[np.arange(len(picked)), picked].sum()),
         status="optimal" if solution.status == 0 else "time limit",
         proven_optimal=solution.status == 0,
     )
 
 
-def _scaled(cost: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """Costs from zero per layer, divided by their largest: the same optimum, better conditioned."""
-    lowered = cost - cost.min(axis=1, keepdims=True)
-    unit = float(lowered.max()) or 1.0
-    return lowered / unit, unit
+def _weight_row(costs: CostTable, budget: Budget) -> tuple[NDArray[np.float64], float]:
+    """Weights of the choices in whole units, and a limit half a unit above the last that fits.
+
+    So no tolerance of the solver can admit a plan over the budget, or refuse one within it.
+    """
+    unit = math.gcd(*(layer.n_params for layer in costs.layers))
+    used = np.outer(
+        [layer.n_params // unit for layer in costs.layers], [bits.weight for bits in costs.choices]
+    )
+    return used.reshape(1, -1).astype(np.float64), budget.limit(costs.layers) // unit + 0.5
+
+
+def _solve(
+    cost: NDArray[np.float64],
+    unit: float,
+    row: NDArray[np.float64],
+    limit: float,
+    time_limit: float,
+) -> Any:
+    """The cheapest choice per layer; choices dearer than the unit are left out."""
+    n_layers, n_choices = cost.shape
+    one_each = np.kron(np.eye(n_layers), np.ones((1, n_choices)))
+    return milp(
+        np.minimum(cost / unit, 1.0).ravel(),
+        integrality=np.ones(cost.size),
+        bounds=Bounds(0, (cost <= unit).ravel().astype(np.float64)),
+        constraints=LinearConstraint(
+            np.vstack([one_each, row / limit]),
+            np.append(np.ones(n_layers), -np.inf),
+            np.ones(n_layers + 1),
+        ),
+        options={"time_limit": time_limit, "mip_rel_gap": 0.0},
+    )
 
 
 def best_moves(
@@ -99,8 +116,8 @@ def best_moves(
         ],
         dtype=np.float64,
     )
-    room = budget.limit(plan.layers) - plan.total_weight_bits
-    unit = float(np.abs(sizes).max())
+    unit = math.gcd(*(layer.n_params for layer in plan.layers))
+    room = (budget.limit(plan.layers) - plan.total_weight_bits) // unit + 0.5
     one_each = np.zeros((len(rows), len(moves)))
     for column, (name, _) in enumerate(moves):
         one_each[rows[name], column] = 1
@@ -111,7 +128,7 @@ def best_moves(
         constraints=LinearConstraint(
             np.vstack([one_each, sizes[None] / unit, np.ones((1, len(moves)))]),
             -np.inf,
-            np.concatenate([np.ones(len(rows)), [room / unit, most]]),
+            np.concatenate([np.ones(len(rows)), [room, most]]),
         ),
         options={"time_limit": TIME_LIMIT, "mip_rel_gap": 0.0},
     )

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -15,36 +12,19 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import torch
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as RichProgress
-from rich.table import Table
 from torch import nn
 
-from lampq.artifact.checkpoint import load_checkpoint, read_checkpoint, write_atomically
-from lampq.artifact.fits import FitFolder
+from lampq.artifact.checkpoint import load_checkpoint, read_checkpoint
 from lampq.config import RunConfig, make_config, read_toml
 from lampq.data import Preprocessing, Samples, list_folder, read_folder
 from lampq.errors import ConfigError, DataError, LampqError
-from lampq.evaluate import BATCH, interval95, top1
+from lampq.evaluate import interval95
 from lampq.models import DEFAULT_MODEL, LoadedModel, bundled_samples, load_model, preprocessing_of
-from lampq.pipeline import Result, Run, packed, quantize
-from lampq.progress import Journal, Progress
-from lampq.report import (
-    build_report,
-    plan_json,
-    plan_rows,
-    report_markdown,
-    sensitivity_json,
-    uniform_bytes,
-)
-from lampq.types import BitPlan, LayerBits
+from lampq.pipeline import prepare
+from lampq.progress import Progress
+from lampq.runfolder import Job, fingerprint_of, open_work, read_plan, run_job, score
+from lampq.terminal import TerminalProgress, plan_table, print_result
+from lampq.types import BitPlan
 from lampq.version import __version__
 
 T = TypeVar("T")
@@ -54,38 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Layer-wise mixed-precision quantization of Vision Transformers.",
 )
-WORK = ".lampq"
-
-
-class TerminalProgress(Progress):
-    """Bars with time left on standard error."""
-
-    def __init__(self, console: Console, *, quiet: bool) -> None:
-        super().__init__()
-        self.console, self.quiet = console, quiet
-
-    def track(self, items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-        if self.quiet:
-            yield from items
-            return
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description:<24}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        with RichProgress(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task(label, total=total)
-            for item in items:
-                yield item
-                bar.advance(task)
-
-    def note(self, message: str) -> None:
-        if not self.quiet:
-            self.console.print(message, highlight=False)
 
 
 def _fail(message: str) -> NoReturn:
@@ -139,7 +87,7 @@ def _bytes(text: str | None) -> int | None:
     unit = text[len(number) :].strip().lower()
     try:
         return int(float(number) * units[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ConfigError(f"target-size must be like 3.5MB or 2000000, got {text!r}") from None
 
 
@@ -176,61 +124,6 @@ def _check_labels(samples: Samples, loaded: nn.Module) -> None:
         raise DataError(
             f"label {int(samples.labels.max())} is outside the model's {classes} classes"
         )
-
-
-def _score(model: nn.Module, samples: Samples, progress: Progress, label: str) -> dict[str, float]:
-    labels = samples.require_labels("an accuracy")
-    batches = -(-len(samples) // BATCH)
-    with torch.no_grad():
-        logits = torch.cat(
-            [model(x) for x, _ in progress.track(samples.batches(BATCH), label, batches)]
-        )
-    return {"top1": top1(logits, labels), "images": len(samples)}
-
-
-def _read_plan(path: Path) -> dict[str, LayerBits]:
-    try:
-        layers = json.loads(path.read_text(encoding="utf-8"))["layers"]
-        return {n: LayerBits(int(b["weight"]), int(b["activation"])) for n, b in layers.items()}
-    except FileNotFoundError:
-        raise ConfigError(f"no plan {str(path)!r}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f'{str(path)!r} is no plan: expected {{"layers": {{name: {{"weight": 3, '
-            f'"activation": 3}}}}}} ({error})'
-        ) from error
-
-
-def _fingerprint(config: RunConfig, inputs: dict[str, Any]) -> str:
-    return json.dumps({"config": config.to_json(), **inputs, "lampq": __version__}, sort_keys=True)
-
-
-def _open_work(out: Path, fingerprint: str, *, resume: bool) -> Path:
-    """The folder of unfinished work; with ``resume`` that of the same run before."""
-    work = out / WORK
-    stamp = work / "run.json"
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {str(out)!r} is a file, not a folder")
-    if resume:
-        if (out / "report.json").exists() and not work.exists():
-            raise ConfigError(f"{str(out)!r} holds a finished run: there is nothing to resume")
-        if not stamp.exists():
-            raise ConfigError(f"{str(out)!r} holds no interrupted run to resume")
-        if stamp.read_text(encoding="utf-8") != fingerprint:
-            raise ConfigError(
-                f"the interrupted run in {str(out)!r} had other options or inputs: "
-                "give the same ones, or another --out"
-            )
-        return work
-    if (out / "report.json").exists():
-        raise ConfigError(f"{str(out)!r} already holds a finished run: choose another --out")
-    shutil.rmtree(work, ignore_errors=True)
-    write_atomically(stamp, fingerprint.encode())
-    return work
-
-
-def _dump(path: Path, content: Any) -> None:
-    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 @app.command("quantize")
@@ -293,7 +186,7 @@ def quantize_command(
     given["edge_bits"], given["matmul_bits"] = _width(edge_bits), _width(matmul_bits)
     from_file = {} if config is None else read_toml(config)
     settings = make_config({**from_file, **{k: v for k, v in given.items() if v is not None}})
-    layer_plan = None if plan is None else _read_plan(plan)
+    layer_plan = None if plan is None else read_plan(plan)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
     for folder in (calib, evaluation):
         if folder is not None:
@@ -301,6 +194,7 @@ def quantize_command(
     loaded = load_model(model, weights)
     if loaded.source.kind != "bundled" and calib is None:
         raise ConfigError(f"model {model!r} needs calibration pictures: give --calib DIR")
+    prepare(loaded.model, settings, plan=layer_plan)
     inputs = {
         "model": model,
         "weights": str(weights),
@@ -311,82 +205,20 @@ def quantize_command(
         "std": std,
         "crop_pct": crop_pct,
     }
-    work = _open_work(out, _fingerprint(settings, inputs), resume=resume)
+    work = open_work(out, fingerprint_of(settings, inputs), resume=resume)
     how = _preprocessing(loaded.preprocessing, mean, std, crop_pct)
-    progress.note(f"reading pictures for {model}")
     samples = (
         bundled_samples("calib")
         if calib is None
-        else read_folder(calib, how, limit=settings.images, seed=settings.seed)
+        else read_folder(calib, how, limit=settings.images, seed=settings.seed, progress=progress)
     )
-    scored = _evaluation_samples(loaded, calib, evaluation, how)
+    scored = _evaluation_samples(loaded, calib, evaluation, how, progress)
     for some in (samples, scored):
         if some is not None:
             _check_labels(some, loaded.model)
-    job = _Job(loaded, samples, scored, settings, layer_plan, how, inputs)
-    report, result = _run(job, out, work, progress)
-    if as_json:
-        print(json.dumps(report, indent=2))
-    elif not quiet:
-        _print_result(report, result.plan, out)
-
-
-def _evaluation_samples(
-    loaded: LoadedModel, calib: Path | None, evaluation: Path | None, how: Preprocessing
-) -> Samples | None:
-    if evaluation is not None:
-        return read_folder(evaluation, how)
-    return bundled_samples("eval") if loaded.source.kind == "bundled" and calib is None else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """All that one quantize command works on."""
-
-    loaded: LoadedModel
-    samples: Samples
-    scored: Samples | None
-    settings: RunConfig
-    layer_plan: dict[str, LayerBits] | None
-    how: Preprocessing
-    inputs: dict[str, Any]
-
-
-def _run(
-    job: _Job, out: Path, work: Path, progress: TerminalProgress
-) -> tuple[dict[str, Any], Result]:
-    loaded, scored, settings = job.loaded, job.scored, job.settings
-    journal = Journal(work / "journal.jsonl")
-
-    def keep(plan: BitPlan, model: nn.Module) -> None:
-        """The best so far is always on disk."""
-        _dump(out / "plan.json", plan_json(plan))
-        content = packed(model, loaded.source, plan, settings, job.how)
-        write_atomically(out / "model.safetensors", content)
-
-    run = Run(progress, journal, FitFolder(work / "fits"), keep)
+    job = Job(loaded, samples, scored, settings, layer_plan, how, inputs)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            result = quantize(
-                loaded.model, job.samples, config=settings, plan=job.layer_plan, run=run
-            )
-        for notice in result.notices:
-            progress.note(f"[yellow]note:[/] {notice}")
-        scores = {}
-        if scored is not None:
-            with progress.stage("evaluate"):
-                for name, model in (
-                    ("fp32", lambda: loaded.model),
-                    ("uniform", result.uniform_model),
-                    ("mixed", lambda: result.model),
-                ):
-                    scores[name] = journal.once(
-                        f"evaluation {name}",
-                        lambda name=name, model=model: _score(  # type: ignore[misc]
-                            model(), scored, progress, f"scoring {name}"
-                        ),
-                    )
+        report, result = run_job(job, out, work, progress)
     except KeyboardInterrupt:
         kept = " (the best plan so far is written)" if (out / "plan.json").exists() else ""
         print(
@@ -394,72 +226,22 @@ def _run(
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
-    if result.sensitivity is not None:
-        table, details = result.sensitivity.table, result.sensitivity.details
-        _dump(out / "sensitivity.json", sensitivity_json(table, details))
-    files = {"model.safetensors": (out / "model.safetensors").stat().st_size}
-    float_bytes = 4 * sum(p.numel() for p in loaded.model.parameters())
-    report = build_report(
-        result,
-        scores=scores,
-        seconds=progress.seconds,
-        files=files,
-        float_bytes=float_bytes,
-        extra={
-            "uniform_bytes": uniform_bytes(result),
-            "data": {
-                **job.inputs,
-                "preprocessing": asdict(job.how),
-                "calibration_images": min(len(job.samples), settings.images),
-            },
-        },
-    )
-    write_atomically(out / "report.md", report_markdown(report, result.plan).encode())
-    _dump(out / "report.json", report)
-    shutil.rmtree(work, ignore_errors=True)
-    return report, result
+    if as_json:
+        print(json.dumps(report, indent=2))
+    elif not quiet:
+        print_result(report, result.plan, out)
 
 
-def _print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
-    console = Console()
-    table = Table(title=f"{report['model']['name']} at {report['bits']['target']:.3g} bits")
-    for column in ("model", "top-1 [%]", "±", "mean weight bits", "file", "smaller"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    float_bytes = report["float_bytes"]
-    sizes = {
-        "fp32": float_bytes,
-        "uniform": report["uniform_bytes"],
-        "mixed": report["files"]["model.safetensors"],
-    }
-    means = {
-        "fp32": 32.0,
-        "uniform": report["uniform_bits"],
-        "mixed": report["bits"]["mean_weight_searched"],
-    }
-    for name in ("fp32", "uniform", "mixed"):
-        score = report["scores"].get(name)
-        table.add_row(
-            name,
-            f"{score['top1']:.2f}" if score else "-",
-            f"{interval95(score['top1'], int(score['images'])):.2f}" if score else "-",
-            f"{means[name]:.3g}",
-            f"{sizes[name] / 1e6:.3f} MB",
-            f"{float_bytes / sizes[name]:.1f}x",
-        )
-    console.print(table)
-    console.print(_plan_table(plan))
-    console.print(f"report: {out / 'report.md'} and {out / 'report.json'}", highlight=False)
-    console.print(f"model:  {out / 'model.safetensors'}", highlight=False)
-
-
-def _plan_table(plan: BitPlan) -> Table:
-    table = Table(title="weight bits by block")
-    roles = ("qkv", "proj", "fc1", "fc2")
-    for column in ("block", *roles):
-        table.add_column(column, justify="right")
-    for block, row in plan_rows(plan):
-        table.add_row(block, *(row.get(role, "") for role in roles))
-    return table
+def _evaluation_samples(
+    loaded: LoadedModel,
+    calib: Path | None,
+    evaluation: Path | None,
+    how: Preprocessing,
+    progress: Progress,
+) -> Samples | None:
+    if evaluation is not None:
+        return read_folder(evaluation, how, progress=progress)
+    return bundled_samples("eval") if loaded.source.kind == "bundled" and calib is None else None
 
 
 @app.command("eval")
@@ -494,12 +276,12 @@ def eval_command(
         samples = samples.subset(images, seed)
     _check_labels(samples, model)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
-    score = _score(model, samples, progress, "scoring")
+    result = score(model, samples, progress, "scoring")
     if as_json:
-        print(json.dumps({**score, "model": header.source.name, "file": str(checkpoint)}))
+        print(json.dumps({**result, "model": header.source.name, "file": str(checkpoint)}))
     else:
-        half = interval95(score["top1"], int(score["images"]))
-        print(f"top-1 {score['top1']:.2f} % (±{half:.2f}) on {score['images']} images")
+        half = interval95(result["top1"], int(result["images"]))
+        print(f"top-1 {result['top1']:.2f} % (±{half:.2f}) on {result['images']} images")
 
 
 @app.command("show")
@@ -527,7 +309,7 @@ def show_command(
     console.print(
         f"mean weight bits of the searched layers {plan.mean_weight_bits:.4f}", highlight=False
     )
-    console.print(_plan_table(plan))
+    console.print(plan_table(plan))
     others = [(spec, bits) for spec, bits in listed if spec.name not in names]
     for spec, bits in others:
         console.print(f"{spec.name} ({spec.role.value}): {bits} bits", highlight=False)

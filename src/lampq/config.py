@@ -90,8 +90,10 @@ class RunConfig:
         for name in ("exchanges", "patience", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.gamma <= 1:
+        if not 1 < self.gamma < math.inf:
             raise ConfigError(f"gamma must be above 1, got {self.gamma:g}")
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed must be below 2**63, got {self.seed}")
         if not 0 < self.mu <= 1:
             raise ConfigError(f"mu is a share of the blocks in (0, 1], got {self.mu:g}")
         if self.target_size is not None and self.target_size < 1:
@@ -158,7 +160,7 @@ def make_config(options: Mapping[str, Any]) -> RunConfig:
     """A configuration of a preset with some options set; None means not set."""
     given = {key: value for key, value in options.items() if value is not None}
     preset = given.get("preset", "best")
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
     known = {field.name for field in fields(RunConfig)}
     unknown = sorted(set(given) - known)
@@ -173,8 +175,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The options of a TOML file, not yet checked."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"no configuration file {str(path)!r}") from error
+    except OSError as error:
+        raise ConfigError(f"no configuration file {str(path)!r}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from error
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lampq.errors import DataError
+from lampq.progress import Progress
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
@@ -28,7 +29,8 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if not 0 < self.crop_pct <= 1:
             raise DataError(f"crop-pct must be in (0, 1], got {self.crop_pct}")
-        if len(self.mean) != len(self.std) or min(self.std) <= 0:
+        finite = all(map(math.isfinite, (*self.mean, *self.std)))
+        if len(self.mean) != len(self.std) or not finite or min(self.std) <= 0:
             raise DataError(f"mean {self.mean} and std {self.std} must match, std above zero")
 
 
@@ -136,8 +138,11 @@ def list_folder(folder: Path) -> list[tuple[Path, int]]:
 
 
 def _listed(folder: Path, table: Path) -> list[tuple[Path, int]]:
-    with table.open(newline="", encoding="utf-8-sig") as handle:
-        rows = list(csv.DictReader(handle))
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as handle:
+            rows = list(csv.DictReader(handle))
+    except (UnicodeDecodeError, csv.Error, OSError) as error:
+        raise DataError(f"{str(table)!r} is no readable CSV file: {error}") from error
     if not rows or not {"file", "label"} <= set(rows[0]):
         found = ", ".join(rows[0]) if rows else "no rows"
         raise DataError(f"{str(table)!r} needs the columns file and label, found {found}")
@@ -175,7 +180,12 @@ def read_picture(path: Path, how: Preprocessing) -> Tensor:
 
 
 def read_folder(
-    folder: Path, how: Preprocessing, *, limit: int | None = None, seed: int = 0
+    folder: Path,
+    how: Preprocessing,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> Samples:
     """Samples of a data folder; with a limit, a random choice of pictures kept in order."""
     listed = list_folder(folder)
@@ -183,5 +193,6 @@ def read_folder(
         generator = torch.Generator().manual_seed(seed)
         chosen = sorted(torch.randperm(len(listed), generator=generator)[:limit].tolist())
         listed = [listed[i] for i in chosen]
-    images = torch.stack([read_picture(path, how) for path, _ in listed])
+    tracked = (progress or Progress()).track(listed, "reading pictures", len(listed))
+    images = torch.stack([read_picture(path, how) for path, _ in tracked])
     return Samples(images, torch.tensor([label for _, label in listed]), how.mean, how.std)

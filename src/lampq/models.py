@@ -126,8 +126,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise FormatError(f"cannot read weights from {str(path)!r}: {first}") from error
+        raise FormatError(
+            f"cannot read weights from {str(path)!r}: it is damaged, or holds more than tensors "
+            f"({type(error).__name__})"
+        ) from error
     for wrapper in ("state_dict_ema", "state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]
@@ -226,14 +228,31 @@ def source_of(model: nn.Module) -> ModelSource:
         options["img_size"] = tuple(embed.img_size)  # type: ignore[union-attr]
     found = ModelSource("timm", name, options)
     try:
-        rebuilt = found.build().state_dict()
+        rebuilt = found.build()
     except ConfigError:
         return own
-    state = model.state_dict()
-    same = rebuilt.keys() == state.keys() and all(
-        rebuilt[key].shape == value.shape for key, value in state.items()
-    )
-    return found if same else own
+    return found if _same_function(model, rebuilt, configuration, options) else own
+
+
+@torch.no_grad()
+def _same_function(
+    model: nn.Module,
+    rebuilt: nn.Module,
+    configuration: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> bool:
+    """Whether the rebuilt model with the model's weights gives its answers on one random input."""
+    channels, height, width = configuration.get("input_size", (3, 224, 224))
+    height, width = options.get("img_size", (height, width))
+    image = torch.randn(1, channels, height, width, generator=torch.Generator().manual_seed(0))
+    was_training = model.training
+    try:
+        rebuilt.load_state_dict(model.state_dict())
+        return bool(torch.allclose(rebuilt(image), model.eval()(image), rtol=1e-4, atol=1e-5))
+    except (RuntimeError, AssertionError):
+        return False
+    finally:
+        model.train(was_training)
 
 
 def bundled_samples(split: Literal["calib", "eval"]) -> Samples:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lampq.allocate import ALLOCATORS, check_feasible
 from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
@@ -18,33 +18,27 @@ from lampq.calibrate import collect
 from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples, gather
 from lampq.errors import BudgetError, ConfigError
-from lampq.evaluate import PrefixCache, Quality, predict
+from lampq.evaluate import Quality, predict
 from lampq.graph.attention import explicit
 from lampq.graph.discover import discover, missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
-from lampq.methods import METHODS, FitCache, FitStore, Method, SiteWidths
-from lampq.methods.base import LinearView
-from lampq.methods.search import EXHAUSTIVE, SearchDepth
+from lampq.methods import METHODS, FitCache, Method, SiteWidths
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
-from lampq.metrics.context import Changes, context_changes
 from lampq.models import ModelSource, check_finite, source_of
-from lampq.progress import Journal, Progress
 from lampq.quant.modules import assemble
-from lampq.refine import RefineOptions, neighbours, refine, refine_in_context
-from lampq.types import Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
+from lampq.scoring import PlanScorer, Run, improved, not_worse_than_uniform
+from lampq.types import Allocation, BitPlan, Budget, CostTable, LayerBits, ModelGraph, Step
 
 # the preprocessing that a checkpoint may carry, as JSON
 HEADER_ROOM = 160
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What goes on beside the computation: progress, journal, stored fits, best plan so far."""
-
-    progress: Progress = field(default_factory=Progress)
-    journal: Journal = field(default_factory=Journal)
-    store: FitStore | None = None
-    on_plan: Callable[[BitPlan, nn.Module], None] = lambda plan, model: None
+# fields of plug-ins that the configuration calls by the paper's letter or by stage
+OPTION_OF_FIELD = {
+    "penalty": "gamma",
+    "probe_bits": "beta",
+    "probe_blocks": "mu",
+    "images": "metric_images",
+}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,41 +88,14 @@ def packed(
     return checkpoint_bytes(model, source, notes)
 
 
-def build_method(config: RunConfig) -> Method:
-    """The configured base method."""
-    factory = METHODS.get(config.method)
-    options: dict[str, dict[str, Any]] = {
-        "adalog": {
-            "depth": EXHAUSTIVE if config.search == "exhaustive" else SearchDepth(),
-            "rounds": 3 if config.search == "exhaustive" else 1,
-            "zero_code": config.zero_code,
-            "onebit": config.onebit,
-            "compensation": config.compensation,
-        },
-        "repq": {"zero_code": config.zero_code},
-    }
-    return factory(**options.get(config.method, {}))
-
-
-def build_metric(config: RunConfig) -> Metric:
-    """The configured metric."""
-    factory = METRICS.get(config.metric)
-    options: dict[str, dict[str, Any]] = {
-        "fisher": {
-            "penalty": config.gamma,
-            "probe_bits": config.beta,
-            "probe_blocks": config.mu,
-            "labels": config.labels,
-            "alpha_signal": config.alpha_signal,
-            "alpha_trace": config.alpha_trace,
-            "images": config.metric_images,
-            "probe_images": config.probe_images,
-            "trace_images": config.trace_images,
-        },
-        "output": {"images": config.metric_images, "labels": config.labels},
-        "kl": {"images": config.metric_images},
-    }
-    return factory(**options.get(config.metric, {}))
+def build(factory: Callable[..., T], config: RunConfig) -> T:
+    """A method or metric with the options of the configuration that it has a field for."""
+    taken = {}
+    for name in inspect.signature(factory).parameters:
+        key = OPTION_OF_FIELD.get(name, name)
+        if hasattr(config, key):
+            taken[name] = getattr(config, key)
+    return factory(**taken)
 
 
 def site_widths(config: RunConfig) -> SiteWidths:
@@ -142,73 +109,35 @@ def site_widths(config: RunConfig) -> SiteWidths:
     )
 
 
-class PlanScorer:
-    """Scores plans on some samples, running only the blocks that differ from the last base."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked job: the model in explicit form, its graph, and the plug-ins."""
 
-    def __init__(self, fits: FitCache, samples: Samples, reference: Tensor, run: Run) -> None:
-        self.fits, self.samples, self.reference, self.run = fits, samples, reference, run
-        self._base: tuple[BitPlan, PrefixCache] | None = None
-
-    def rebase(self, plan: BitPlan) -> None:
-        """Score later plans as changes of this one."""
-        self._base = None
-        if self.fits.graph.blocks and all(layer.block >= 0 for layer in plan.layers):
-            model = assemble(self.fits.model, *self.fits.of_plan(plan))
-            self._base = (plan, PrefixCache(model, self.fits.graph.blocks, self.samples))
-
-    def quality(self, plan: BitPlan) -> Quality:
-        """How good the plan is on the samples."""
-        key = " ".join(map(str, plan.widths))
-        values = self.run.journal.once(
-            f"score {len(self.samples)} {key}", lambda: self._measure(plan)
-        )
-        return Quality(*values)
-
-    def _measure(self, plan: BitPlan) -> list[float]:
-        model = assemble(self.fits.model, *self.fits.of_plan(plan))
-        if self._base is None:
-            logits = predict(model, self.samples)
-        else:
-            base, cache = self._base
-            changed = [layer.block for layer in plan.layers if base[layer.name] != plan[layer.name]]
-            logits = cache.predict(model, min(changed)) if changed else cache.logits
-        quality = Quality.of(logits, self.reference, self.samples.labels)
-        return [quality.accuracy, quality.likelihood, quality.agreement]
+    model: nn.Module
+    graph: ModelGraph
+    method: Method
+    metric: Metric
+    allocator: Callable[[CostTable, Budget], Allocation]
 
 
-@torch.no_grad()
-def cumulative_errors(fits: FitCache, plan: BitPlan, samples: Samples) -> dict[str, float]:
-    """Relative squared error of each layer's output in the quantized model against the float one.
-
-    Both models run in lock-step, batch by batch; no activation outlives its batch.
-    """
-    quantized = assemble(fits.model, *fits.of_plan(plan))
-    names = list(plan)
-    biases = {name: LinearView.of(fits.model, fits.graph.layer(name)).bias for name in names}
-    sums = {name: [0.0, 0.0] for name in names}
-    outputs: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        return lambda _module, _arguments, output: outputs.__setitem__(name, output)
-
-    def compare(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def add(_module: nn.Module, _arguments: Any, output: Tensor) -> None:
-            exact = outputs.pop(name)
-            sums[name][0] += float((output - exact).square().sum())
-            sums[name][1] += float((exact - biases[name]).square().sum())
-
-        return add
-
-    handles = [fits.model.get_submodule(n).register_forward_hook(keep(n)) for n in names]
-    handles += [quantized.get_submodule(n).register_forward_hook(compare(n)) for n in names]
-    try:
-        for images, _ in samples.batches(16):
-            fits.model(images)
-            quantized(images)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: error / max(power, 1e-30) for name, (error, power) in sums.items()}
+def prepare(
+    model: nn.Module,
+    config: RunConfig,
+    patterns: tuple[RolePattern, ...] = TIMM,
+    plan: Mapping[str, LayerBits] | None = None,
+) -> Prepared:
+    """All checks that need no image: names, weights, graph, budget, plan."""
+    method = build(METHODS.get(config.method), config)
+    metric = build(METRICS.get(config.metric), config)
+    allocator = ALLOCATORS.get(config.allocator)
+    check_finite(model)
+    opened = explicit(model)
+    graph = discover(opened, patterns)
+    if config.target_size is None:
+        check_feasible(graph.allocatable, config.widths, Budget(config.bits))
+    if plan is not None:
+        given_plan(graph, plan)
+    return Prepared(opened, graph, method, metric, allocator)
 
 
 def quantize(
@@ -255,14 +184,9 @@ def _quantize(
     run: Run,
     notices: list[str],
 ) -> Result:
-    check_finite(model)
-    method, metric = build_method(config), build_metric(config)
-    allocator = ALLOCATORS.get(config.allocator)
+    job = prepare(model, config, patterns, given)
+    opened, graph = job.model, job.graph
     source = source_of(model)
-    opened = explicit(model)
-    graph = discover(opened, patterns)
-    if config.target_size is None:
-        check_feasible(graph.allocatable, config.widths, Budget(config.bits))
     _warn_of_gaps(graph)
     samples = samples.subset(config.images, config.seed)
     with run.progress.stage("collect"):
@@ -273,19 +197,16 @@ def _quantize(
     fits = FitCache(
         opened,
         graph,
-        method,
+        job.method,
         stats,
         site_widths(config),
         store=run.store,
         progress=run.progress,
     )
-    uniform = BitPlan.uniform(graph.allocatable, config.target)
     budget = Budget(config.bits)
     if config.target_size is not None:
-        budget = _size_budget(config, fits, uniform, source)
-        narrow = max((w for w in config.widths if budget.mean_bits >= w.weight), default=None)
-        check_feasible(graph.allocatable, config.widths, budget)
-        uniform = BitPlan.uniform(graph.allocatable, narrow or config.widths[0])
+        budget = _size_budget(config, fits, source)
+    uniform = _widest_uniform(graph, config, budget)
     scored = samples.subset(config.score_images, config.seed + 1)
     with run.progress.stage("refine"):
         scorer = PlanScorer(fits, scored, predict(opened, scored), run)
@@ -293,7 +214,7 @@ def _quantize(
     allocation: Allocation | None = None
     steps: tuple[Step, ...] = ()
     if given is not None:
-        plan = _given_plan(graph, given)
+        plan = given_plan(graph, given)
         if not budget.allows(plan):
             notices.append(
                 f"the given plan averages {plan.mean_weight_bits:.3f} bits, "
@@ -304,11 +225,11 @@ def _quantize(
             evidence = Evidence(
                 opened, graph, fits, samples, config.seed, run.progress, run.journal
             )
-            sensitivity = metric(evidence, config.widths)
+            sensitivity = job.metric(evidence, config.widths)
         with run.progress.stage("allocate"):
-            allocation = allocator(sensitivity.table, budget)
-        plan, steps = _refined(allocation.plan, budget, sensitivity, scorer, samples, config, run)
-        plan = _not_worse_than_uniform(plan, uniform, scorer, config)
+            allocation = job.allocator(sensitivity.table, budget)
+        plan, steps = improved(allocation.plan, budget, sensitivity, scorer, samples, config, run)
+        plan = not_worse_than_uniform(plan, uniform, scorer, config)
     with run.progress.stage("refine"):
         calibration = {
             "fp32": Quality.of(scorer.reference, scorer.reference, scored.labels),
@@ -338,37 +259,36 @@ def _warn_of_gaps(graph: ModelGraph) -> None:
     if not graph.matmuls:
         warnings.warn(
             "the attention of this model is unknown to lampq: its matmuls stay in float",
-            stacklevel=4,
+            stacklevel=2,
         )
     missing = missing_roles(graph)
     if missing:
         names = ", ".join(role.value for role in missing)
-        warnings.warn(f"no layer plays the role {names}", stacklevel=4)
+        warnings.warn(f"no layer plays the role {names}", stacklevel=2)
 
 
-def _score_of(quality: Quality, accept: str) -> float:
-    return {"accuracy": quality.accuracy, "loss": quality.likelihood, "kl": quality.agreement}[
-        accept
-    ]
+def _widest_uniform(graph: ModelGraph, config: RunConfig, budget: Budget) -> BitPlan:
+    """The widest choice that fits the budget, for all layers."""
+    plans = [BitPlan.uniform(graph.allocatable, bits) for bits in config.widths]
+    return [plan for plan in plans if budget.allows(plan)][-1]
 
 
-def _size_budget(
-    config: RunConfig, fits: FitCache, uniform: BitPlan, source: ModelSource
-) -> Budget:
+def _size_budget(config: RunConfig, fits: FitCache, source: ModelSource) -> Budget:
     """The mean width that fills a file of the wanted size, everything in the file counted."""
     assert config.target_size is not None, "only called with a size"
+    layers = fits.graph.allocatable
     overheads = []
     for bits in config.widths:
-        plan = BitPlan.uniform(uniform.layers, bits)
+        plan = BitPlan.uniform(layers, bits)
         whole = packed(assemble(fits.model, *fits.of_plan(plan)), source, plan, config)
         codes = sum(packed_size(layer.n_params, bits.weight) for layer in plan.layers)
         overheads.append(len(whole) - codes)
     # offsets in the header may take a digit more, and every layer up to a byte of padding
-    fixed = max(overheads) + HEADER_ROOM + 4 * len(fits.model.state_dict()) + len(uniform.layers)
+    fixed = max(overheads) + HEADER_ROOM + 4 * len(fits.model.state_dict()) + len(layers)
     room = 8 * (config.target_size - fixed)
-    weights = sum(layer.n_params for layer in uniform.layers)
+    weights = sum(layer.n_params for layer in layers)
     if room < config.widths[0].weight * weights:
-        least = fixed + config.widths[0].weight * weights // 8 + 1
+        least = fixed + config.widths[0].weight * weights // 8 + 16
         raise BudgetError(
             f"a file of {config.target_size} bytes is too small: with every layer at "
             f"{config.widths[0].weight} bits it takes {least} bytes"
@@ -376,7 +296,8 @@ def _size_budget(
     return Budget(room / weights)
 
 
-def _given_plan(graph: ModelGraph, given: Mapping[str, LayerBits]) -> BitPlan:
+def given_plan(graph: ModelGraph, given: Mapping[str, LayerBits]) -> BitPlan:
+    """The plan of these widths, which must name every searched layer and no other."""
     names = [layer.name for layer in graph.allocatable]
     for name in given:
         if name not in names:
@@ -385,107 +306,3 @@ def _given_plan(graph: ModelGraph, given: Mapping[str, LayerBits]) -> BitPlan:
         if name not in given:
             raise ConfigError(f"the plan has no width for {name!r}")
     return BitPlan(graph.allocatable, tuple(given[name] for name in names))
-
-
-def _refined(
-    plan: BitPlan,
-    budget: Budget,
-    sensitivity: Sensitivity,
-    scorer: PlanScorer,
-    samples: Samples,
-    config: RunConfig,
-    run: Run,
-) -> tuple[BitPlan, tuple[Step, ...]]:
-    """The plan after all accepted exchanges, and every attempted one."""
-    table = sensitivity.table
-    rows = {layer.name: i for i, layer in enumerate(table.layers)}
-
-    def error_at(name: str, bits: LayerBits) -> float:
-        if config.exchange_error == "cost":
-            return float(table.cost[rows[name], table.choices.index(bits)])
-        return scorer.fits.error(name, bits)
-
-    def errors(current: BitPlan) -> Mapping[str, float]:
-        if config.exchange_error == "cumulative":
-            few = samples.subset(config.fit_images, config.seed)
-            key = " ".join(map(str, current.widths))
-            return run.journal.once(
-                f"cumulative {key}", lambda: cumulative_errors(scorer.fits, current, few)
-            )
-        return {name: error_at(name, bits) for name, bits in current.items()}
-
-    options = RefineOptions(
-        config.ratios, config.gain_formula, config.swap_budget, config.patience, config.exchanges
-    )
-    steps: list[Step] = []
-    with run.progress.stage("refine"):
-        run.on_plan(plan, assemble(scorer.fits.model, *scorer.fits.of_plan(plan)))
-        if config.exchanges == 0:
-            return plan, ()
-        scorer.rebase(plan)
-        if config.update == "context":
-            attempts = refine_in_context(
-                plan,
-                budget,
-                changes=lambda p: _changes(p, scorer.fits, samples, table.choices, config, run),
-                score=lambda p: _score_of(scorer.quality(p), config.accept),
-                max_updates=config.exchanges,
-                patience=config.patience,
-            )
-        else:
-            attempts = refine(
-                plan,
-                budget,
-                choices=table.choices,
-                errors=errors,
-                error_at=error_at,
-                score=lambda p: _score_of(scorer.quality(p), config.accept),
-                options=options,
-            )
-        for step in run.progress.track(attempts, "exchanges", None):
-            steps.append(step)
-            if step.accepted:
-                plan = step.plan
-                scorer.rebase(plan)
-                run.on_plan(plan, assemble(scorer.fits.model, *scorer.fits.of_plan(plan)))
-    return plan, tuple(steps)
-
-
-def _changes(
-    plan: BitPlan,
-    fits: FitCache,
-    samples: Samples,
-    choices: tuple[LayerBits, ...],
-    config: RunConfig,
-    run: Run,
-) -> Changes:
-    """Predicted effect of moving each layer one choice down or up."""
-    moves = {
-        name: tuple(other for other in neighbours(bits, choices) if other is not None)
-        for name, bits in plan.items()
-    }
-    some = samples.subset(config.metric_images, config.seed)
-
-    def measure() -> dict[str, list[float]]:
-        reference = predict(fits.model, some)
-        found = context_changes(fits, plan, some, reference, moves, run.progress)
-        return {name: [found[name][bits] for bits in widths] for name, widths in moves.items()}
-
-    key = " ".join(map(str, plan.widths))
-    values = run.journal.once(f"context {len(some)} {key}", measure)
-    return {name: dict(zip(widths, values[name], strict=True)) for name, widths in moves.items()}
-
-
-def _not_worse_than_uniform(
-    plan: BitPlan, uniform: BitPlan, scorer: PlanScorer, config: RunConfig
-) -> BitPlan:
-    mixed = _score_of(scorer.quality(plan), config.accept)
-    plain = _score_of(scorer.quality(uniform), config.accept)
-    if mixed >= plain:
-        return plan
-    warnings.warn(
-        f"the mixed plan scores {mixed:.4g} and the uniform one {plain:.4g} on the calibration "
-        f"images ({config.accept}): the uniform plan is returned",
-        stacklevel=4,
-    )
-    return uniform

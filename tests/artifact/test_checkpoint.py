@@ -322,7 +322,7 @@ def test_loading_is_strict_about_tensors(
     vit: Case, written: Path, change: Callable[[Content, Tensors], None]
 ) -> None:
     rewrite(written, change)
-    with pytest.raises(FormatError, match=r"model\.safetensors|quantizer|codes of"):
+    with pytest.raises(FormatError, match=r"model\.safetensors|quantizer|codes of|the bias of"):
         load_checkpoint(written, vit.original)
 
 

@@ -10,7 +10,6 @@ from lampq.calibrate import LayerStats, MatmulStats
 from lampq.methods.adalog import GELU_MINIMUM, AdaLog, _LayerProblem
 from lampq.methods.base import FitCache, LinearView, SiteWidths, layer_output
 from lampq.methods.minmax import MinMax, per_tensor
-from lampq.methods.search import SearchDepth
 from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
 from lampq.quant.uniform import UniformQuantizer
@@ -81,7 +80,7 @@ def test_searching_the_weight_on_the_output_is_no_worse_than_the_full_range() ->
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_the_weight_grid_found_has_the_least_output_error_behind_a_coarse_input(bits: int) -> None:
-    method = AdaLog(depth=SearchDepth(screen=0))
+    method = AdaLog(search="exhaustive")
     weight, inputs = _normal(1, 10, 16).double(), _normal(3, 200, 16).double() + 0.5
     problem = _LayerProblem(method, weight, inputs, LayerBits(bits, 2))
     problem.input_quantizer = per_tensor(inputs, 2)
@@ -100,17 +99,16 @@ def test_the_weight_grid_found_has_the_least_output_error_behind_a_coarse_input(
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_the_grid_of_an_operand_has_the_least_error_of_the_product(bits: int) -> None:
-    method = AdaLog(depth=SearchDepth(screen=0), rounds=1)
+    method = AdaLog(search="exhaustive")
     left = _normal(5, 4, 3, 10, 6).double()
     right = _normal(6, 4, 3, 6, 10).double() * torch.logspace(-1, 1, 6)[:, None]
-    site = MatmulSpec("blocks.0.attn.qk", "qk", 0)
-    fit = method.fit_matmul(site, bits, 8, MatmulStats(left, right))
+    fitted = method._operand(left, bits, left @ right, other=right, first=True)
 
     def product_error(grid: Quantizer) -> Tensor:
         return (grid(left) @ right - left @ right).square().sum(dim=(0, 2, 3))
 
     candidates = method.weight_grid(left.transpose(0, 1).flatten(1), bits)
-    found = product_error(fit.left)
+    found = product_error(fitted)
     for scale, zero in zip(candidates.scale, candidates.zero, strict=True):
         other = UniformQuantizer(bits, scale[:, None, None], zero[:, None, None])
         assert bool((found <= product_error(other) * (1 + 1e-9)).all())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lampq.artifact.pack import pack, unpack
 from lampq.data import Preprocessing
-from lampq.errors import FormatError, LampqError
+from lampq.errors import ConfigError, FormatError, LampqError
 from lampq.graph.attention import explicit
 from lampq.models import ModelSource, load_state
 from lampq.quant.base import Quantizer, describe, rebuild
@@ -183,7 +183,14 @@ def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
             f"{str(path)!r} has format version {version}, this lampq reads up to "
             f"{FORMAT_VERSION}: install a newer lampq"
         )
-    return Header(content), tensors
+    header = Header(content)
+    try:
+        named = isinstance(header.source.name, str) and isinstance(content["matmuls"], dict)
+        if not named or not list(header.layers()):
+            raise FormatError(f"the header of {str(path)!r} names no model or no layers")
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+        raise FormatError(f"the header of {str(path)!r} cannot be read: {error!r}") from error
+    return header, tensors
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None) -> nn.Module:
@@ -201,7 +208,7 @@ def load_checkpoint(path: Path, model: nn.Module | None = None) -> nn.Module:
             right = _loaded_quantizer(f"{name}.right", entry["right"], tensors)
             site = MatmulSpec(name, "av" if name.endswith("av") else "qk", -1)
             replace_module(float_model, name, QuantMatMul(MatmulFit(site, left, right)))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise FormatError(
             f"{str(path)!r} does not fit the model {header.source.name!r}: {error}"
         ) from error
@@ -223,6 +230,8 @@ def _loaded_fit(
 ) -> LayerFit:
     codes = unpack(tensors.pop(f"{spec.name}.codes"), bits.weight, tuple(entry["shape"]))
     bias = tensors.pop(f"{spec.name}.bias")
+    if bias.shape != (entry["shape"][0],):
+        raise FormatError(f"the bias of {spec.name!r} has shape {tuple(bias.shape)}")
     inputs = entry["input_quantizer"]
     return LayerFit(
         spec=spec,

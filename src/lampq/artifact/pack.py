@@ -16,9 +16,10 @@ def packed_size(count: int, bits: int) -> int:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes one after the other, lowest bit first, without gaps."""
+    if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 2**bits:
+        wrong = int(codes.min()) if int(codes.min()) < 0 else int(codes.max())
+        raise FormatError(f"code {wrong} does not fit into {bits} bits")
     values = codes.flatten().to(torch.uint8).cpu().numpy()
-    if values.size and int(values.max()) >= 2**bits:
-        raise FormatError(f"code {int(values.max())} does not fit into {bits} bits")
     wide = np.unpackbits(values[:, None], axis=1, bitorder="little")[:, :bits]
     return torch.from_numpy(np.packbits(wide.ravel(), bitorder="little"))
 

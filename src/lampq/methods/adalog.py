@@ -10,7 +10,7 @@ quadratic form in w, so its cost does not depend on the number of tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -19,7 +19,14 @@ from torch import Tensor
 from lampq.calibrate import LayerStats, MatmulStats
 from lampq.methods.base import LinearView
 from lampq.methods.compensate import compensated_codes
-from lampq.methods.search import Error, Grid, SearchDepth, progressive_search, uniform_grid
+from lampq.methods.search import (
+    EXHAUSTIVE,
+    Error,
+    Grid,
+    SearchDepth,
+    progressive_search,
+    uniform_grid,
+)
 from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import DENOMINATOR, LogQuantizer, ZeroCode
 from lampq.quant.modules import LayerFit, MatmulFit
@@ -52,6 +59,8 @@ def _spread(tensor: Tensor, count: int) -> Tensor:
 class AdaLog:
     """The calibrate stage of AdaLog.
 
+    ``search``: "exhaustive" is the published depth, three rounds of six full steps; "fast" screens
+    the candidates by a cheap error first and does one round.
     ``tokens`` and ``maps`` bound the inputs and attention maps that score activation scales.
     ``onebit``: at one bit, levels {0, scale} ("adalog") or two free levels ("affine").
     ``compensation``: "none" rounds to nearest as published; "gptq" lets the weights that are not
@@ -59,13 +68,22 @@ class AdaLog:
     """
 
     name: ClassVar[str] = "adalog"
-    depth: SearchDepth = field(default_factory=SearchDepth)
-    rounds: int = 1
+    search: Literal["fast", "exhaustive"] = "fast"
     tokens: int = 768
     maps: int = 8
     zero_code: ZeroCode = "extra"
     onebit: Literal["adalog", "affine"] = "adalog"
     compensation: Literal["none", "gptq"] = "none"
+
+    @property
+    def depth(self) -> SearchDepth:
+        """How much of the candidate space is scored."""
+        return EXHAUSTIVE if self.search == "exhaustive" else SearchDepth()
+
+    @property
+    def rounds(self) -> int:
+        """How often the search alternates between weight and input."""
+        return 3 if self.search == "exhaustive" else 1
 
     def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
         """The layer at that width."""

@@ -1,0 +1,167 @@
+"""A run folder: its files, the work of an unfinished run, and the run itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lampq.artifact.checkpoint import write_atomically
+from lampq.artifact.fits import FitFolder
+from lampq.config import RunConfig
+from lampq.data import Preprocessing, Samples
+from lampq.errors import ConfigError
+from lampq.evaluate import BATCH, top1
+from lampq.models import LoadedModel
+from lampq.pipeline import Result, packed, quantize
+from lampq.progress import Journal, Progress
+from lampq.report import (
+    build_report,
+    plan_json,
+    report_markdown,
+    sensitivity_json,
+    uniform_bytes,
+)
+from lampq.scoring import Run
+from lampq.types import BitPlan, LayerBits
+from lampq.version import __version__
+
+WORK = ".lampq"
+
+
+def read_plan(path: Path) -> dict[str, LayerBits]:
+    """The widths of a plan.json."""
+    try:
+        layers = json.loads(path.read_text(encoding="utf-8"))["layers"]
+        return {n: LayerBits(int(b["weight"]), int(b["activation"])) for n, b in layers.items()}
+    except OSError as error:
+        raise ConfigError(f"no plan {str(path)!r}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f'{str(path)!r} is no plan: expected {{"layers": {{name: {{"weight": 3, '
+            f'"activation": 3}}}}}} ({error})'
+        ) from error
+
+
+def fingerprint_of(config: RunConfig, inputs: dict[str, Any]) -> str:
+    """Text that is the same for two runs only if their results would be."""
+    return json.dumps({"config": config.to_json(), **inputs, "lampq": __version__}, sort_keys=True)
+
+
+def open_work(out: Path, fingerprint: str, *, resume: bool) -> Path:
+    """The folder of unfinished work; with ``resume`` that of the same run before."""
+    work = out / WORK
+    stamp = work / "run.json"
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {str(out)!r} is a file, not a folder")
+    if resume:
+        if (out / "report.json").exists() and not work.exists():
+            raise ConfigError(f"{str(out)!r} holds a finished run: there is nothing to resume")
+        if not stamp.exists():
+            raise ConfigError(f"{str(out)!r} holds no interrupted run to resume")
+        if stamp.read_text(encoding="utf-8") != fingerprint:
+            raise ConfigError(
+                f"the interrupted run in {str(out)!r} had other options or inputs: "
+                "give the same ones, or another --out"
+            )
+        return work
+    if (out / "report.json").exists():
+        raise ConfigError(f"{str(out)!r} already holds a finished run: choose another --out")
+    shutil.rmtree(work, ignore_errors=True)
+    write_atomically(stamp, fingerprint.encode())
+    return work
+
+
+def _dump(path: Path, content: Any) -> None:
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def score(model: nn.Module, samples: Samples, progress: Progress, label: str) -> dict[str, float]:
+    """Accuracy in percent, and the number of images."""
+    labels = samples.require_labels("an accuracy")
+    batches = -(-len(samples) // BATCH)
+    with torch.no_grad():
+        logits = torch.cat(
+            [model(x) for x, _ in progress.track(samples.batches(BATCH), label, batches)]
+        )
+    return {"top1": top1(logits, labels), "images": len(samples)}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that one quantize command works on."""
+
+    loaded: LoadedModel
+    samples: Samples
+    scored: Samples | None
+    settings: RunConfig
+    layer_plan: dict[str, LayerBits] | None
+    how: Preprocessing
+    inputs: dict[str, Any]
+
+
+def _scored(
+    build: Callable[[], nn.Module], samples: Samples, progress: Progress, label: str
+) -> dict[str, float]:
+    return score(build(), samples, progress, label)
+
+
+def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[str, Any], Result]:
+    """Quantize, score and write the run folder; the best plan so far is always on disk."""
+    loaded, scored, settings = job.loaded, job.scored, job.settings
+    journal = Journal(work / "journal.jsonl")
+
+    def keep(plan: BitPlan, model: nn.Module) -> None:
+        _dump(out / "plan.json", plan_json(plan))
+        content = packed(model, loaded.source, plan, settings, job.how)
+        write_atomically(out / "model.safetensors", content)
+
+    run = Run(progress, journal, FitFolder(work / "fits"), keep)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they come back as notices
+        result = quantize(loaded.model, job.samples, config=settings, plan=job.layer_plan, run=run)
+    for notice in result.notices:
+        progress.note(f"note: {notice}")
+    scores: dict[str, dict[str, float]] = {}
+    if scored is not None:
+        models = {
+            "fp32": lambda: loaded.model,
+            "uniform": result.uniform_model,
+            "mixed": lambda: result.model,
+        }
+        with progress.stage("evaluate"):
+            for name, model in models.items():
+                compute = partial(_scored, model, scored, progress, f"scoring {name}")
+                scores[name] = journal.once(f"evaluation {name}", compute)
+    if result.sensitivity is not None:
+        table, details = result.sensitivity.table, result.sensitivity.details
+        _dump(out / "sensitivity.json", sensitivity_json(table, details))
+    files = {"model.safetensors": (out / "model.safetensors").stat().st_size}
+    float_bytes = 4 * sum(p.numel() for p in loaded.model.parameters())
+    report = build_report(
+        result,
+        scores=scores,
+        seconds=progress.seconds,
+        files=files,
+        float_bytes=float_bytes,
+        extra={
+            "uniform_bytes": uniform_bytes(result),
+            "data": {
+                **job.inputs,
+                "preprocessing": asdict(job.how),
+                "calibration_images": min(len(job.samples), settings.images),
+            },
+        },
+    )
+    write_atomically(out / "report.md", report_markdown(report, result.plan).encode())
+    _dump(out / "report.json", report)
+    shutil.rmtree(work, ignore_errors=True)
+    return report, result

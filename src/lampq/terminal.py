@@ -1,0 +1,101 @@
+"""What a person sees: progress bars and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from lampq.evaluate import interval95
+from lampq.progress import Progress
+from lampq.report import plan_rows
+from lampq.types import BitPlan
+
+T = TypeVar("T")
+
+
+class TerminalProgress(Progress):
+    """Bars with time left on standard error."""
+
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        super().__init__()
+        self.console, self.quiet = console, quiet
+
+    def track(self, items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+        if self.quiet or not self.console.is_terminal:
+            yield from items
+            return
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description:<24}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with RichProgress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task(label, total=total)
+            for item in items:
+                yield item
+                bar.advance(task)
+
+    def note(self, message: str) -> None:
+        if not self.quiet:
+            self.console.print(message, highlight=False)
+
+
+def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
+    """Accuracy, size and plan of a finished run."""
+    console = Console()
+    table = Table(title=f"{report['model']['name']} at {report['bits']['target']:.3g} bits")
+    for column in ("model", "top-1 [%]", "±", "mean weight bits", "file", "smaller"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    float_bytes = report["float_bytes"]
+    sizes = {
+        "fp32": float_bytes,
+        "uniform": report["uniform_bytes"],
+        "mixed": report["files"]["model.safetensors"],
+    }
+    means = {
+        "fp32": 32.0,
+        "uniform": report["uniform_bits"],
+        "mixed": report["bits"]["mean_weight_searched"],
+    }
+    for name in ("fp32", "uniform", "mixed"):
+        score = report["scores"].get(name)
+        table.add_row(
+            name,
+            f"{score['top1']:.2f}" if score else "-",
+            f"{interval95(score['top1'], int(score['images'])):.2f}" if score else "-",
+            f"{means[name]:.3g}",
+            f"{sizes[name] / 1e6:.3f} MB",
+            f"{float_bytes / sizes[name]:.1f}x",
+        )
+    console.print(table)
+    console.print(plan_table(plan))
+    console.print(f"report: {out / 'report.md'} and {out / 'report.json'}", highlight=False)
+    console.print(f"model:  {out / 'model.safetensors'}", highlight=False)
+
+
+def plan_table(plan: BitPlan) -> Table:
+    """Weight bits by block and role."""
+    table = Table(title="weight bits by block")
+    roles = ("qkv", "proj", "fc1", "fc2")
+    for column in ("block", *roles):
+        table.add_column(column, justify="right")
+    for block, row in plan_rows(plan):
+        table.add_row(block, *(row.get(role, "") for role in roles))
+    return table
