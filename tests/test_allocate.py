@@ -13,7 +13,6 @@ from lampq.allocate import (
     ALLOCATORS,
     allocate_ilp,
     allocate_uniform,
-    best_moves,
     check_feasible,
     random_plan,
 )
@@ -328,31 +327,3 @@ def test_a_plan_found_at_the_exact_size_of_another_plan_is_not_dearer(
     cost = float(table.cost[np.arange(16), drawn].sum())
     found = allocate_ilp(table, budget_of(table, other.total_weight_bits))
     assert found.objective <= cost * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("most", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_best_moves_are_those_of_brute_force(seed: int, most: int) -> None:
-    random = np.random.default_rng(seed)
-    layers = layers_of((3, 1, 4, 4, 9))
-    plan = BitPlan.uniform(layers, LayerBits(3, 3))
-    budget = Budget(3.1)
-    steps = [None, LayerBits(2, 2), LayerBits(4, 4)]
-    changes = {
-        layer.name: dict(zip(steps[1:], map(float, random.normal(size=2)), strict=True))
-        for layer in layers
-    }
-    best = 0.0
-    for taken in itertools.product(steps, repeat=len(layers)):
-        moves = {layer.name: b for layer, b in zip(layers, taken, strict=True) if b is not None}
-        after = plan
-        for name, bits in moves.items():
-            after = after.with_bits(name, bits)
-        if len(moves) <= most and budget.allows(after):
-            best = min(best, sum(changes[name][bits] for name, bits in moves.items()))
-    found = best_moves(plan, changes, budget, most)
-    moved = {name: bits for name, bits in found.items() if bits != plan[name]}
-    assert len(moved) <= most
-    assert budget.allows(found)
-    reached = sum(changes[name][bits] for name, bits in moved.items())
-    assert reached == pytest.approx(best, abs=1e-6)

@@ -728,9 +728,7 @@ def test_a_run_without_evaluation_pictures_reports_no_scores(
 
 
 def test_a_run_for_people_prints_the_table_and_where_the_files_are(tmp_path: Path) -> None:
-    found = Outcome(
-        "quantize", "fashion_swin", "--out", tmp_path / "run", *QUICK, "--update", "context"
-    )
+    found = Outcome("quantize", "fashion_swin", "--out", tmp_path / "run", *QUICK)
     assert found.code == 0
     assert all(word in found.out for word in ("fp32", "uniform", "mixed", "report.md", "smaller"))
     assert "Traceback" not in found.err

@@ -117,7 +117,7 @@ def test_accepted_steps_lead_to_the_plan(done: Result) -> None:
 
 
 def test_no_more_exchanges_than_asked_for_are_tried(vit: Case) -> None:
-    options = {**QUICK, "update": "exchange", "exchanges": 2, "patience": 50}
+    options = {**QUICK, "exchanges": 2, "patience": 50}
     assert len(quantize(vit.original, vit.samples, **options).steps) == 2
     assert quantize(vit.original, vit.samples, **{**QUICK, "exchanges": 0}).steps == ()
 
@@ -264,7 +264,7 @@ def _run(case: Case, options: dict[str, Any], folder: Path, at: int | None) -> t
 RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "best": ("vit", QUICK),
     "paper": ("vit", {**QUICK, "preset": "paper", "patience": 3, "ratios": "paper"}),
-    "exchange": ("vit", {**QUICK, "update": "exchange", "exchange_error": "local"}),
+    "exchange": ("vit", {**QUICK, "exchange_error": "local"}),
     "swin": ("swin", {**QUICK, "method": "repq"}),
 }
 
@@ -340,7 +340,7 @@ def test_every_metric_leads_to_a_plan(case: Case, metric: str) -> None:
 @pytest.mark.parametrize("error", ["cost", "local", "cumulative"])
 @pytest.mark.parametrize("ratios", ["paper", "exact", "optimal", "measured"])
 def test_every_kind_of_exchange_error_keeps_the_budget(vit: Case, error: str, ratios: str) -> None:
-    options = {**QUICK, "update": "exchange", "exchange_error": error, "ratios": ratios}
+    options = {**QUICK, "exchange_error": error, "ratios": ratios}
     result = quantize(vit.original, vit.samples, **options)
     assert result.steps
     assert all(result.budget.allows(step.plan) for step in result.steps)

@@ -15,7 +15,6 @@ from lampq.refine import (
     neighbours,
     propose,
     refine,
-    refine_in_context,
 )
 from lampq.types import BitPlan, Budget, LayerBits, LayerRole, LayerSpec, Step
 
@@ -413,93 +412,3 @@ def test_a_measured_error_that_rises_with_the_width_counts_as_no_gain() -> None:
         RefineOptions(ratios="measured"),
     )
     assert (gains[name], harms[name]) == (0.0, 0.0)
-
-
-def in_context(
-    plan: BitPlan, budget: Budget, land: Landscape, *, patience: int = 3, most: int = 20
-) -> list[Step]:
-    """Updates led by the true changes of the noiseless error."""
-
-    def changes(current: BitPlan) -> dict[str, dict[LayerBits, float]]:
-        return {
-            name: {
-                other: land.error_at(name, other) - land.error_at(name, bits)
-                for other in neighbours(bits, CHOICES)
-                if other is not None
-            }
-            for name, bits in current.items()
-        }
-
-    return list(
-        refine_in_context(
-            plan, budget, changes=changes, score=land.score, max_updates=most, patience=patience
-        )
-    )
-
-
-contexts = given(
-    shape=st.sampled_from(sorted(SIZES)),
-    mean_bits=st.floats(2.0, 5.0),
-    seed=st.integers(0, 10**6),
-    patience=st.sampled_from([0, 3]),
-)
-
-
-@contexts
-def test_an_update_in_context_never_exceeds_the_budget(
-    shape: str, mean_bits: float, seed: int, patience: int
-) -> None:
-    layers, budget = layers_of(SIZES[shape]), Budget(mean_bits)
-    start = random_plan(layers, CHOICES, budget, seed)
-    for step in in_context(start, budget, Landscape(layers, seed), patience=patience):
-        used = sum(layer.n_params * step.plan[layer.name].weight for layer in layers)
-        assert used <= mean_bits * sum(SIZES[shape]) * (1 + 1e-9)
-
-
-@contexts
-def test_updates_in_context_are_accepted_only_if_the_score_rises(
-    shape: str, mean_bits: float, seed: int, patience: int
-) -> None:
-    layers, budget = layers_of(SIZES[shape]), Budget(mean_bits)
-    land = Landscape(layers, seed)
-    start = random_plan(layers, CHOICES, budget, seed)
-    best = Landscape(layers, seed).score(start)
-    steps = in_context(start, budget, land, patience=patience)
-    for step in steps:
-        assert step.accepted == (step.score > best)
-        best = max(best, step.score)
-    scored = [plan.widths for plan in land.scored]
-    assert len(set(scored)) == len(scored) == len(steps) + 1
-
-
-@contexts
-def test_an_update_in_context_moves_the_layers_it_names_by_one_choice(
-    shape: str, mean_bits: float, seed: int, patience: int
-) -> None:
-    layers, budget = layers_of(SIZES[shape]), Budget(mean_bits)
-    plan = random_plan(layers, CHOICES, budget, seed)
-    for step in in_context(plan, budget, Landscape(layers, seed), patience=patience):
-        change = {
-            name: CHOICES.index(step.plan[name]) - CHOICES.index(plan[name])
-            for name in plan
-            if step.plan[name] != plan[name]
-        }
-        assert change == {**dict.fromkeys(step.widened, 1), **dict.fromkeys(step.narrowed, -1)}
-        plan = step.plan if step.accepted else plan
-
-
-def test_updates_in_context_improve_a_random_plan() -> None:
-    layers, budget = layers_of(SIZES["swin"]), Budget(3.0)
-    land = Landscape(layers, 3, noise=0.0)
-    start = random_plan(layers, CHOICES, budget, 3)
-    accepted = [step for step in in_context(start, budget, land) if step.accepted]
-    assert accepted
-    assert sum(land.errors(accepted[-1].plan).values()) < sum(land.errors(start).values())
-
-
-def test_no_more_updates_in_context_are_tried_than_allowed() -> None:
-    layers, budget = layers_of(SIZES["vit"]), Budget(3.0)
-    start = random_plan(layers, CHOICES, budget, 1)
-    land = Landscape(layers, 1, noise=0.0)
-    assert len(in_context(start, budget, land, most=1)) <= 1
-    assert in_context(start, budget, land, most=0) == []

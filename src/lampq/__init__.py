@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from lampq.config import RunConfig
+from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples
 from lampq.errors import LampqError
 from lampq.graph.families import RolePattern
@@ -38,5 +38,6 @@ __all__ = [
     "Samples",
     "__version__",
     "load",
+    "make_config",
     "quantize",
 ]

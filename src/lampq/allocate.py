@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -94,51 +94,6 @@ def _solve(
         ),
         options={"time_limit": time_limit, "mip_rel_gap": 0.0},
     )
-
-
-def best_moves(
-    plan: BitPlan,
-    changes: Mapping[str, Mapping[LayerBits, float]],
-    budget: Budget,
-    most: int,
-) -> BitPlan:
-    """The plan of least predicted change of cost that differs from the given one in few layers.
-
-    At most ``most`` layers change, each to one of the widths listed for it; the budget holds.
-    """
-    rows = {layer.name: i for i, layer in enumerate(plan.layers)}
-    moves = [(name, bits) for name, widths in changes.items() for bits in widths]
-    cost = np.array([changes[name][bits] for name, bits in moves])
-    sizes = np.array(
-        [
-            plan.layers[rows[name]].n_params * (bits.weight - plan[name].weight)
-            for name, bits in moves
-        ],
-        dtype=np.float64,
-    )
-    unit = math.gcd(*(layer.n_params for layer in plan.layers))
-    room = (budget.limit(plan.layers) - plan.total_weight_bits) // unit + 0.5
-    one_each = np.zeros((len(rows), len(moves)))
-    for column, (name, _) in enumerate(moves):
-        one_each[rows[name], column] = 1
-    solution = milp(
-        cost / max(float(np.abs(cost).max()), 1e-30),
-        integrality=np.ones(len(moves)),
-        bounds=Bounds(0, 1),
-        constraints=LinearConstraint(
-            np.vstack([one_each, sizes[None] / unit, np.ones((1, len(moves)))]),
-            -np.inf,
-            np.concatenate([np.ones(len(rows)), [room, most]]),
-        ),
-        options={"time_limit": TIME_LIMIT, "mip_rel_gap": 0.0},
-    )
-    if solution.x is None:
-        return plan
-    moved = plan
-    for taken, (name, bits) in zip(solution.x > 0.5, moves, strict=True):
-        if taken:
-            moved = moved.with_bits(name, bits)
-    return moved if budget.allows(moved) else plan
 
 
 def allocate_uniform(costs: CostTable, budget: Budget) -> Allocation:

@@ -165,7 +165,6 @@ def quantize_command(
     alpha_signal: Annotated[str | None, typer.Option(rich_help_panel="Metric")] = None,
     alpha_trace: Annotated[str | None, typer.Option(rich_help_panel="Metric")] = None,
     allocator: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
-    update: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
     exchanges: Annotated[int | None, typer.Option(rich_help_panel="Exchanges")] = None,
     exchange_error: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
     ratios: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,

@@ -54,7 +54,6 @@ class RunConfig:
     alpha_trace: Literal["quantized", "fp"] = "fp"
     # allocation and exchanges
     allocator: str = "ilp"
-    update: Literal["context", "exchange"] = "exchange"
     exchanges: int = 24
     exchange_error: Literal["cost", "local", "cumulative"] = "cost"
     ratios: Literal["paper", "exact", "optimal", "measured"] = "measured"

@@ -12,7 +12,6 @@ from typing import Literal
 
 import numpy as np
 
-from lampq.allocate import best_moves
 from lampq.types import BitPlan, Budget, LayerBits, Step
 
 Ratios = Literal["paper", "exact", "optimal", "measured"]
@@ -201,49 +200,6 @@ def _bundles(
     if len(bundle) > 1 and sum(freed[n] for n in bundle) >= excess:
         singles.append(tuple(bundle))
     return singles
-
-
-def refine_in_context(
-    plan: BitPlan,
-    budget: Budget,
-    *,
-    changes: Callable[[BitPlan], Mapping[str, Mapping[LayerBits, float]]],
-    score: Callable[[BitPlan], float],
-    max_updates: int,
-    patience: int,
-) -> Iterator[Step]:
-    """Attempted updates of several layers at a time, led by predicted changes of the score.
-
-    Each update is the best set of single-step moves within the budget (an integer program). A
-    quarter of the layers may move at first; a rejected update halves that number, an accepted one
-    leads to new predictions. Scores of accepted steps rise strictly.
-    """
-    best = score(plan)
-    most = max(2, len(plan) // 4)
-    rejected = 0
-    predicted = changes(plan)
-    tried = {plan.widths}
-    for _ in range(max_updates):
-        after = best_moves(plan, predicted, budget, most)
-        if after.widths not in tried:
-            tried.add(after.widths)
-            reached = score(after)
-            accepted = reached > best + SCORE_TOLERANCE
-            yield _step_between(plan, after, reached, accepted=accepted)
-            if accepted:
-                plan, best, rejected = after, reached, 0
-                predicted = changes(plan)
-                continue
-            rejected += 1
-        if most == 1 or rejected > patience:
-            return
-        most = max(1, most // 2)
-
-
-def _step_between(before: BitPlan, after: BitPlan, score: float, *, accepted: bool) -> Step:
-    widened = tuple(name for name in before if after[name].weight > before[name].weight)
-    narrowed = tuple(name for name in before if after[name].weight < before[name].weight)
-    return Step(widened, narrowed, after, score, accepted)
 
 
 def refine(

@@ -16,10 +16,9 @@ from lampq.evaluate import PrefixCache, Quality, predict
 from lampq.methods import FitCache, FitStore
 from lampq.methods.base import LinearView
 from lampq.metrics import Sensitivity
-from lampq.metrics.context import Changes, context_changes
 from lampq.progress import Journal, Progress
 from lampq.quant.modules import assemble
-from lampq.refine import RefineOptions, neighbours, refine, refine_in_context
+from lampq.refine import RefineOptions, refine
 from lampq.types import BitPlan, Budget, LayerBits, Step
 
 
@@ -144,25 +143,15 @@ def improved(
         if config.exchanges == 0:
             return plan, ()
         scorer.rebase(plan)
-        if config.update == "context":
-            attempts = refine_in_context(
-                plan,
-                budget,
-                changes=lambda p: _effects(p, scorer.fits, samples, table.choices, config, run),
-                score=lambda p: _score_of(scorer.quality(p), config.accept),
-                max_updates=config.exchanges,
-                patience=config.patience,
-            )
-        else:
-            attempts = refine(
-                plan,
-                budget,
-                choices=table.choices,
-                errors=errors,
-                error_at=error_at,
-                score=lambda p: _score_of(scorer.quality(p), config.accept),
-                options=options,
-            )
+        attempts = refine(
+            plan,
+            budget,
+            choices=table.choices,
+            errors=errors,
+            error_at=error_at,
+            score=lambda p: _score_of(scorer.quality(p), config.accept),
+            options=options,
+        )
         for step in run.progress.track(attempts, "exchanges", None):
             steps.append(step)
             if step.accepted:
@@ -170,31 +159,6 @@ def improved(
                 scorer.rebase(plan)
                 run.on_plan(plan, assemble(scorer.fits.model, *scorer.fits.of_plan(plan)))
     return plan, tuple(steps)
-
-
-def _effects(
-    plan: BitPlan,
-    fits: FitCache,
-    samples: Samples,
-    choices: tuple[LayerBits, ...],
-    config: RunConfig,
-    run: Run,
-) -> Changes:
-    """Predicted effect of moving each layer one choice down or up."""
-    moves = {
-        name: tuple(other for other in neighbours(bits, choices) if other is not None)
-        for name, bits in plan.items()
-    }
-    some = samples.subset(config.metric_images, config.seed)
-
-    def measure() -> dict[str, list[float]]:
-        reference = predict(fits.model, some)
-        found = context_changes(fits, plan, some, reference, moves, run.progress)
-        return {name: [found[name][bits] for bits in widths] for name, widths in moves.items()}
-
-    key = " ".join(map(str, plan.widths))
-    values = run.journal.once(f"context {len(some)} {key}", measure)
-    return {name: dict(zip(widths, values[name], strict=True)) for name, widths in moves.items()}
 
 
 def not_worse_than_uniform(
