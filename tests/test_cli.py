@@ -30,7 +30,7 @@ T = TypeVar("T")
 QUICK = [
     *("--method", "minmax", "--choices", "2,3,4", "--bits", "3"),
     *("--images", "64", "--fit-images", "8", "--metric-images", "8", "--score-images", "8"),
-    *("--update", "exchange", "--exchanges", "3", "--patience", "1"),
+    *("--exchanges", "3", "--patience", "1"),
 ]
 STAGES = {"collect", "fit", "metric", "allocate", "refine", "evaluate"}
 
