@@ -1,6 +1,7 @@
 """The accuracy table of docs/reproduction.md: one JSON line per row, resumable.
 
 python benchmarks/reproduce.py --results runs/reproduction.jsonl [--only best] [--threads 2]
+python benchmarks/reproduce.py --results runs/reproduction.jsonl --table
 """
 
 from __future__ import annotations
@@ -138,15 +139,38 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
                 )
 
 
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        "| row | top-1 | uniform, same options | agree | KL | weight bits | input bits | date |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        plain = f"{row['uniform']['top1']:.2f}" if "uniform" in row else ""
+        weight, inputs = (
+            f"{row[key]:.3f}" if key in row else ""
+            for key in ("mean_weight_bits", "mean_activation_bits")
+        )
+        lines.append(
+            f"| {row['key']} | {row['top1']:.2f} | {plain} | {row['agree']:.1f} | {row['kl']:.3f} "
+            f"| {weight} | {inputs} | {row['date']} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Compute the rows that the results file does not have yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("runs/reproduction.jsonl"))
     parser.add_argument("--only", default="", help="keys that contain this text")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--table", action="store_true", help="print the rows as Markdown")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.table:
+        print(table([json.loads(line) for line in options.results.read_text().splitlines()]))
+        return
     options.results.parent.mkdir(parents=True, exist_ok=True)
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     done = {json.loads(line)["key"] for line in lines}
