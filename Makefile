@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/lampq quantize --bits 3 --out $(DEMO)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
