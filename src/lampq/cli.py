@@ -28,6 +28,7 @@ from lampq.types import BitPlan
 from lampq.version import __version__
 
 T = TypeVar("T")
+METHOD, METRIC, EXCHANGES = "Base method", "Metric", "Allocation and exchanges"
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -146,33 +147,102 @@ def quantize_command(
     std: Annotated[str | None, typer.Option(help="pixel deviation")] = None,
     crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of options")] = None,
-    method: Annotated[str | None, typer.Option(rich_help_panel="Base method")] = None,
-    fit_images: Annotated[int | None, typer.Option(rich_help_panel="Base method")] = None,
-    search: Annotated[str | None, typer.Option(rich_help_panel="Base method")] = None,
-    zero_code: Annotated[str | None, typer.Option(rich_help_panel="Base method")] = None,
-    onebit: Annotated[str | None, typer.Option(rich_help_panel="Base method")] = None,
-    compensation: Annotated[str | None, typer.Option(rich_help_panel="Base method")] = None,
-    edge_bits: Annotated[str | None, typer.Option(rich_help_panel="Base method")] = None,
-    matmul_bits: Annotated[str | None, typer.Option(rich_help_panel="Base method")] = None,
-    metric: Annotated[str | None, typer.Option(rich_help_panel="Metric")] = None,
-    metric_images: Annotated[int | None, typer.Option(rich_help_panel="Metric")] = None,
-    labels: Annotated[str | None, typer.Option(rich_help_panel="Metric")] = None,
-    gamma: Annotated[float | None, typer.Option(rich_help_panel="Metric")] = None,
-    beta: Annotated[int | None, typer.Option(rich_help_panel="Metric")] = None,
-    mu: Annotated[float | None, typer.Option(rich_help_panel="Metric")] = None,
-    probe_images: Annotated[int | None, typer.Option(rich_help_panel="Metric")] = None,
-    trace_images: Annotated[int | None, typer.Option(rich_help_panel="Metric")] = None,
-    alpha_signal: Annotated[str | None, typer.Option(rich_help_panel="Metric")] = None,
-    alpha_trace: Annotated[str | None, typer.Option(rich_help_panel="Metric")] = None,
-    allocator: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
-    exchanges: Annotated[int | None, typer.Option(rich_help_panel="Exchanges")] = None,
-    exchange_error: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
-    ratios: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
-    gain_formula: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
-    swap_budget: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
-    accept: Annotated[str | None, typer.Option(rich_help_panel="Exchanges")] = None,
-    score_images: Annotated[int | None, typer.Option(rich_help_panel="Exchanges")] = None,
-    patience: Annotated[int | None, typer.Option(rich_help_panel="Exchanges")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="adalog, repq or minmax", rich_help_panel=METHOD)
+    ] = None,
+    fit_images: Annotated[
+        int | None, typer.Option(help="images that the fits see", rich_help_panel=METHOD)
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(help="fast or exhaustive (the published depth)", rich_help_panel=METHOD),
+    ] = None,
+    zero_code: Annotated[
+        str | None,
+        typer.Option(help="zero of log quantizers: extra or reserved", rich_help_panel=METHOD),
+    ] = None,
+    onebit: Annotated[
+        str | None, typer.Option(help="one-bit levels: affine or adalog", rich_help_panel=METHOD)
+    ] = None,
+    compensation: Annotated[
+        str | None, typer.Option(help="of weight errors: none or gptq", rich_help_panel=METHOD)
+    ] = None,
+    edge_bits: Annotated[
+        str | None,
+        typer.Option(
+            help="patch embedding, head, reduction: target or a width", rich_help_panel=METHOD
+        ),
+    ] = None,
+    matmul_bits: Annotated[
+        str | None,
+        typer.Option(help="attention products: target, follow or a width", rich_help_panel=METHOD),
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="output, fisher, kl or recon", rich_help_panel=METRIC)
+    ] = None,
+    metric_images: Annotated[
+        int | None, typer.Option(help="images that the metric sees", rich_help_panel=METRIC)
+    ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(help="of the Fisher metric: model (drawn) or data", rich_help_panel=METRIC),
+    ] = None,
+    gamma: Annotated[
+        float | None, typer.Option(help="penalty of a missing bit (fisher)", rich_help_panel=METRIC)
+    ] = None,
+    beta: Annotated[
+        int | None, typer.Option(help="probe bits (fisher)", rich_help_panel=METRIC)
+    ] = None,
+    mu: Annotated[
+        float | None, typer.Option(help="share of blocks probed (fisher)", rich_help_panel=METRIC)
+    ] = None,
+    probe_images: Annotated[
+        int | None, typer.Option(help="images that score a probe (fisher)", rich_help_panel=METRIC)
+    ] = None,
+    trace_images: Annotated[
+        int | None,
+        typer.Option(help="images of a quantized trace (fisher)", rich_help_panel=METRIC),
+    ] = None,
+    alpha_signal: Annotated[
+        str | None,
+        typer.Option(help="of probes: accuracy, loss or kl (fisher)", rich_help_panel=METRIC),
+    ] = None,
+    alpha_trace: Annotated[
+        str | None, typer.Option(help="in alpha: quantized or fp (fisher)", rich_help_panel=METRIC)
+    ] = None,
+    allocator: Annotated[
+        str | None, typer.Option(help="ilp or uniform", rich_help_panel=EXCHANGES)
+    ] = None,
+    exchanges: Annotated[
+        int | None,
+        typer.Option(help="largest number of exchanges tried", rich_help_panel=EXCHANGES),
+    ] = None,
+    exchange_error: Annotated[
+        str | None, typer.Option(help="cost, local or cumulative", rich_help_panel=EXCHANGES)
+    ] = None,
+    ratios: Annotated[
+        str | None,
+        typer.Option(
+            help="of errors: paper, exact, optimal or measured", rich_help_panel=EXCHANGES
+        ),
+    ] = None,
+    gain_formula: Annotated[
+        str | None, typer.Option(help="verbal or printed", rich_help_panel=EXCHANGES)
+    ] = None,
+    swap_budget: Annotated[
+        str | None, typer.Option(help="weighted or unweighted", rich_help_panel=EXCHANGES)
+    ] = None,
+    accept: Annotated[
+        str | None,
+        typer.Option(help="score of a plan: accuracy, loss or kl", rich_help_panel=EXCHANGES),
+    ] = None,
+    score_images: Annotated[
+        int | None, typer.Option(help="images that score a plan", rich_help_panel=EXCHANGES)
+    ] = None,
+    patience: Annotated[
+        int | None,
+        typer.Option(help="rejected exchanges before the end", rich_help_panel=EXCHANGES),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue in --out")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
