@@ -86,8 +86,13 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
         )
     console.print(table)
     console.print(plan_table(plan))
-    console.print(f"report: {out / 'report.md'} and {out / 'report.json'}", highlight=False)
-    console.print(f"model:  {out / 'model.safetensors'}", highlight=False)
+    # a path is one word, also where it is longer than the line
+    for name, files in (
+        ("report", "report.md"),
+        ("       ", "report.json"),
+        ("model ", "model.safetensors"),
+    ):
+        console.print(f"{name} {out / files}", highlight=False, soft_wrap=True)
 
 
 def plan_table(plan: BitPlan) -> Table:
