@@ -89,7 +89,7 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
     # a path is one word, also where it is longer than the line
     for name, files in (
         ("report", "report.md"),
-        ("       ", "report.json"),
+        ("      ", "report.json"),
         ("model ", "model.safetensors"),
     ):
         console.print(f"{name} {out / files}", highlight=False, soft_wrap=True)
