@@ -22,39 +22,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from timm.models.swin_transformer import SwinTransformer
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ARCHITECTURES: dict[str, tuple[type[nn.Module], dict[str, object]]] = {
-    "vit": (
-        VisionTransformer,
-        {
-            "img_size": 28,
-            "patch_size": 4,
-            "in_chans": 1,
-            "num_classes": 10,
-            "embed_dim": 80,
-            "depth": 6,
-            "num_heads": 4,
-        },
-    ),
-    "swin": (
-        SwinTransformer,
-        {
-            "img_size": 28,
-            "patch_size": 2,
-            "in_chans": 1,
-            "num_classes": 10,
-            "embed_dim": 32,
-            "depths": (2, 2),
-            "num_heads": (2, 4),
-            "window_size": 7,
-        },
-    ),
-}
-MEAN, STD = 0.2860, 0.3530
+from lampq.models import FASHION_MEAN, FASHION_STD, bundled_architecture
+
+JOBS = ("vit", "swin", "images")
 
 
 def read_idx(path: Path) -> np.ndarray:
@@ -74,7 +47,7 @@ def load(folder: Path, split: str) -> tuple[Tensor, Tensor]:
 
 def normalise(images: Tensor) -> Tensor:
     """Network input (n, 1, 28, 28) of byte images."""
-    return ((images.float() / 255 - MEAN) / STD)[:, None]
+    return ((images.float() / 255 - FASHION_MEAN[0]) / FASHION_STD[0])[:, None]
 
 
 def augment(images: Tensor, generator: torch.Generator, largest: int) -> Tensor:
@@ -122,8 +95,7 @@ def train(
     """Train, report the test accuracy after every epoch, and write float16 weights."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
-    build, options = ARCHITECTURES[name]
-    model = build(**options, drop_path_rate=0.05)
+    model = bundled_architecture(f"fashion_{name}", drop_path_rate=0.05)
     images, labels = load(data, "train")
     test_images, test_labels = load(data, "t10k")
     steps = epochs * (len(images) // batch)
@@ -197,7 +169,7 @@ def write_images(data: Path, out: Path) -> None:
 def main() -> None:
     """Read the command line and do one of the three jobs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("job", choices=(*ARCHITECTURES, "images"))
+    parser.add_argument("job", choices=JOBS)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=16)

@@ -9,20 +9,18 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
-import torch
 import typer
 from rich.console import Console
-from torch import nn
 
 from lampq.artifact.checkpoint import load_checkpoint, read_checkpoint
 from lampq.config import RunConfig, make_config, read_toml
 from lampq.data import Preprocessing, Samples, list_folder, read_folder
-from lampq.errors import ConfigError, DataError, LampqError
+from lampq.errors import ConfigError, LampqError
 from lampq.evaluate import interval95
 from lampq.models import DEFAULT_MODEL, LoadedModel, bundled_samples, load_model, preprocessing_of
 from lampq.pipeline import prepare
 from lampq.progress import Progress
-from lampq.runfolder import Job, fingerprint_of, open_work, read_plan, run_job, score
+from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan, run_job, score
 from lampq.terminal import TerminalProgress, plan_table, print_result
 from lampq.types import BitPlan
 from lampq.version import __version__
@@ -110,21 +108,6 @@ def _preprocessing(
         crop_pct=own.crop_pct if crop_pct is None else crop_pct,
         size=own.size,
     )
-
-
-def _check_labels(samples: Samples, loaded: nn.Module) -> None:
-    with torch.no_grad():
-        try:
-            classes = loaded(samples.inputs(slice(0, 1))).shape[-1]
-        except RuntimeError as error:
-            raise DataError(
-                f"the model cannot take pictures of shape {tuple(samples.images.shape[1:])}: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
-    if samples.labels is not None and int(samples.labels.max()) >= classes:
-        raise DataError(
-            f"label {int(samples.labels.max())} is outside the model's {classes} classes"
-        )
 
 
 @app.command("quantize")
@@ -284,7 +267,7 @@ def quantize_command(
     scored = _evaluation_samples(loaded, calib, evaluation, how, progress)
     for some in (samples, scored):
         if some is not None:
-            _check_labels(some, loaded.model)
+            check_labels(some, loaded.model)
     job = Job(loaded, samples, scored, settings, layer_plan, how, inputs)
     try:
         report, result = run_job(job, out, work, progress)
@@ -343,7 +326,7 @@ def eval_command(
     )
     if images is not None:
         samples = samples.subset(images, seed)
-    _check_labels(samples, model)
+    check_labels(samples, model)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
     result = score(model, samples, progress, "scoring")
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,6 @@ from lampq.data import Samples
 from lampq.quant.modules import replace_module
 
 BATCH = 25
-Logits = Callable[[], Iterator[Tensor]]
 
 
 @torch.no_grad()

@@ -56,7 +56,7 @@ class ModelSource:
     def build(self) -> nn.Module:
         """The architecture with arbitrary weights, in evaluation mode."""
         if self.kind == "bundled":
-            return _bundled_architecture(self.name).eval()
+            return bundled_architecture(self.name).eval()
         if self.kind == "timm":
             return _timm_model(self.name, pretrained=False, **self.options).eval()
         raise ConfigError(
@@ -99,7 +99,8 @@ def _timm_model(name: str, *, pretrained: bool, **options: Any) -> nn.Module:
     return model
 
 
-def _bundled_architecture(name: str) -> nn.Module:
+def bundled_architecture(name: str, **more: Any) -> nn.Module:
+    """A bundled model before its weights are loaded; ``more`` goes to its class."""
     import timm.models.swin_transformer
     import timm.models.vision_transformer
 
@@ -110,7 +111,7 @@ def _bundled_architecture(name: str) -> nn.Module:
         "VisionTransformer": timm.models.vision_transformer.VisionTransformer,
         "SwinTransformer": timm.models.swin_transformer.SwinTransformer,
     }
-    model: nn.Module = classes[kind](**options)
+    model: nn.Module = classes[kind](**options, **more)
     return model
 
 
@@ -160,7 +161,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], where: str) -> Non
 def load_model(name: str, weights: Path | None = None) -> LoadedModel:
     """A float model by name: bundled, or timm's with local or pre-trained weights."""
     if name in BUNDLED:
-        model = _bundled_architecture(name)
+        model = bundled_architecture(name)
         source = ModelSource("bundled", name, {})
         path = weights or Path(str(files("lampq") / "bundled" / f"{name}.safetensors"))
         load_state(model, read_weights(path), str(path))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lampq.allocate import ALLOCATORS, check_feasible
+from lampq.allocate import ALLOCATORS, Allocator, check_feasible
 from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
 from lampq.artifact.pack import packed_size
 from lampq.calibrate import collect
@@ -27,7 +27,7 @@ from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
 from lampq.quant.modules import assemble
 from lampq.scoring import PlanScorer, Run, improved, not_worse_than_uniform
-from lampq.types import Allocation, BitPlan, Budget, CostTable, LayerBits, ModelGraph, Step
+from lampq.types import Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
 # the preprocessing that a checkpoint may carry, as JSON
 HEADER_ROOM = 160
@@ -117,7 +117,7 @@ class Prepared:
     graph: ModelGraph
     method: Method
     metric: Metric
-    allocator: Callable[[CostTable, Budget], Allocation]
+    allocator: Allocator
 
 
 def prepare(

@@ -18,7 +18,7 @@ from lampq.artifact.checkpoint import write_atomically
 from lampq.artifact.fits import FitFolder
 from lampq.config import RunConfig
 from lampq.data import Preprocessing, Samples
-from lampq.errors import ConfigError
+from lampq.errors import ConfigError, DataError
 from lampq.evaluate import BATCH, top1
 from lampq.models import LoadedModel
 from lampq.pipeline import Result, packed, quantize
@@ -82,6 +82,22 @@ def open_work(out: Path, fingerprint: str, *, resume: bool) -> Path:
 
 def _dump(path: Path, content: Any) -> None:
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def check_labels(samples: Samples, loaded: nn.Module) -> None:
+    """Raise if the model cannot take the pictures, or has no class for a label."""
+    with torch.no_grad():
+        try:
+            classes = loaded(samples.inputs(slice(0, 1))).shape[-1]
+        except RuntimeError as error:
+            raise DataError(
+                f"the model cannot take pictures of shape {tuple(samples.images.shape[1:])}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+    if samples.labels is not None and int(samples.labels.max()) >= classes:
+        raise DataError(
+            f"label {int(samples.labels.max())} is outside the model's {classes} classes"
+        )
 
 
 def score(model: nn.Module, samples: Samples, progress: Progress, label: str) -> dict[str, float]:
