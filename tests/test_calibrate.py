@@ -121,6 +121,67 @@ def test_collecting_does_not_touch_the_global_generator(vit: Case) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class OneTokenCounts(nn.Module):
+    """A classifier that looks at the first of four tokens only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.flatten(2))[:, 0]
+
+
+LOOKED_AT = ModelGraph((LayerSpec("layer", LayerRole.FC1, 0, 12),), (), ())
+
+
+def test_tokens_that_matter_are_drawn_more_often() -> None:
+    samples = Samples(torch.randn(8, 4, 1, 3, generator=torch.Generator().manual_seed(0)))
+    stats = collect(OneTokenCounts(), LOOKED_AT, samples, tokens="fisher", max_tokens=4000)
+    first = samples.images[:, 0, 0]
+    share = (_rows(stats["layer"])[:, None] == first).all(dim=-1).any(dim=1).double().mean()
+    # one half by weight, and a quarter of the half that is drawn evenly
+    assert float(share) == pytest.approx(0.625, abs=0.03)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_drawing_by_weight_keeps_the_number_of_tokens(case: Case, batch: int) -> None:
+    stats = collect(
+        case.model, case.graph, case.samples, tokens="fisher", max_tokens=30, batch=batch
+    )
+    assert {len(_rows(stats[layer.name])) for layer in case.graph.layers} == {30}
+
+
+def test_drawing_by_weight_repeats_with_the_seed(case: Case) -> None:
+    first, again, other = (
+        collect(case.model, case.graph, case.samples, tokens="fisher", max_tokens=9, seed=seed)
+        for seed in (1, 1, 2)
+    )
+    name = case.graph.layers[1].name
+    assert torch.equal(_rows(first[name]), _rows(again[name]))
+    assert not torch.equal(_rows(first[name]), _rows(other[name]))
+
+
+def test_drawn_tokens_are_inputs_of_their_layer(case: Case) -> None:
+    stats = collect(case.model, case.graph, case.samples, tokens="fisher", max_tokens=16)
+    for layer in case.graph.layers:
+        everything = _rows(case.stats[layer.name])
+        drawn = _rows(stats[layer.name])
+        distance = (drawn[:, None] - everything).abs().amax(dim=-1).amin(dim=1)
+        assert float(distance.max()) < 1e-3, layer.name
+
+
+def test_a_layer_without_gradient_is_drawn_evenly() -> None:
+    class Cut(OneTokenCounts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(2).detach())[:, 0] + 0 * x.sum()
+
+    model = Cut().requires_grad_(False)
+    samples = _numbered(4)
+    kept = _rows(collect(model, LOOKED_AT, samples, tokens="fisher", max_tokens=100)["layer"])
+    assert torch.equal(kept, samples.images.reshape(-1, 3))
+
+
 def test_a_layer_that_is_never_called_is_named() -> None:
     model = nn.Sequential(nn.Flatten(2))
     model.add_module("spare", nn.ModuleList([nn.Linear(3, 4)]))

@@ -133,8 +133,16 @@ def quantize_command(
     method: Annotated[
         str | None, typer.Option(help="adalog, repq or minmax", rich_help_panel=METHOD)
     ] = None,
+    rotation: Annotated[
+        str | None,
+        typer.Option(help="inside attention heads: attention or none", rich_help_panel=METHOD),
+    ] = None,
     fit_images: Annotated[
         int | None, typer.Option(help="images that the fits see", rich_help_panel=METHOD)
+    ] = None,
+    fit_tokens: Annotated[
+        str | None,
+        typer.Option(help="how their tokens are drawn: fisher or uniform", rich_help_panel=METHOD),
     ] = None,
     search: Annotated[
         str | None,

@@ -34,7 +34,9 @@ class RunConfig:
     images: int = 1024
     # base method
     method: str = "adalog"
-    fit_images: int = 32
+    rotation: Literal["none", "attention"] = "attention"
+    fit_images: int = 128
+    fit_tokens: Literal["uniform", "fisher"] = "fisher"
     search: Literal["fast", "exhaustive"] = "fast"
     zero_code: Literal["extra", "reserved"] = "extra"
     onebit: Literal["adalog", "affine"] = "affine"
@@ -139,6 +141,9 @@ def _paper_widths(target: int) -> tuple[int, ...]:
 
 PAPER: dict[str, Any] = {
     "preset": "paper",
+    "rotation": "none",
+    "fit_images": 32,
+    "fit_tokens": "uniform",
     "onebit": "adalog",
     "edge_bits": "target",
     "metric": "fisher",

@@ -22,6 +22,7 @@ from lampq.evaluate import Quality, predict
 from lampq.graph.attention import explicit
 from lampq.graph.discover import discover, missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
+from lampq.graph.rotate import rotate_attention_
 from lampq.methods import METHODS, FitCache, Method, SiteWidths
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
@@ -132,6 +133,8 @@ def prepare(
     allocator = ALLOCATORS.get(config.allocator)
     check_finite(model)
     opened = explicit(model)
+    if config.rotation == "attention":
+        rotate_attention_(opened, config.seed)
     graph = discover(opened, patterns)
     if config.target_size is None:
         check_feasible(graph.allocatable, config.widths, Budget(config.bits))
@@ -192,7 +195,11 @@ def _quantize(
     with run.progress.stage("collect"):
         graph = verify_norms(opened, graph, samples.inputs(slice(0, 2)))
         stats = collect(
-            opened, graph, samples.subset(config.fit_images, config.seed), seed=config.seed
+            opened,
+            graph,
+            samples.subset(config.fit_images, config.seed),
+            tokens=config.fit_tokens,
+            seed=config.seed,
         )
     fits = FitCache(
         opened,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lampq.calibrate import backward, drawn_labels, recording, recording_gradients
 from lampq.data import Samples
 from lampq.evaluate import PrefixCache, Quality
 from lampq.metrics.base import Evidence, Sensitivity
@@ -39,12 +40,6 @@ def per_image_square(inputs: Tensor, gradient: Tensor, images: int) -> Tensor:
     return products.sum(dim=(1, 2), dtype=torch.float64)
 
 
-def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """One label per image, drawn from the model's own distribution."""
-    probabilities = logits.detach().double().softmax(dim=1).cpu()
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1).to(logits.device)
-
-
 Seen = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -57,37 +52,16 @@ def gradients(
     seed: int,
     batch: int = 16,
 ) -> Iterator[tuple[int, Seen]]:
-    """For each batch: number of images, and inputs and output gradients of the named layers.
-
-    The loss is summed over images, so the gradients of different images do not mix.
-    """
+    """For each batch: number of images, and inputs and output gradients of the named layers."""
     generator = torch.Generator().manual_seed(seed)
-    seen: Seen = {}
-
-    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
-        def keep(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            x = arguments[0].detach()
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: seen.__setitem__(name, (x, gradient))
-            )
-
-        return model.get_submodule(name).register_forward_hook(keep)
-
     if labels == "data":
         samples.require_labels("a Fisher trace with labels='data'")
-    handles = [watch(name) for name in names]
-    try:
+    with recording(model, names) as inputs, recording_gradients(model, names) as slopes:
         for images, known in samples.batches(batch):
-            seen.clear()
-            with torch.enable_grad():
-                logits = model(images.clone().requires_grad_())
-                answer = drawn_labels(logits, generator) if labels == "model" else known
-                loss = F.cross_entropy(logits, answer, reduction="sum")  # type: ignore[arg-type]
-                loss.backward()  # type: ignore[no-untyped-call]
-            yield len(images), dict(seen)
-    finally:
-        for handle in handles:
-            handle.remove()
+            inputs.clear()
+            slopes.clear()
+            backward(model, images, generator, None if labels == "model" else known)
+            yield len(images), {n: (inputs[n][0].detach(), slope) for n, slope in slopes.items()}
 
 
 def fisher_traces(
