@@ -64,15 +64,16 @@ class Bench:
 
 
 def uniform(bench: Bench, method: str, bits: int, seed: int, edge: str | int) -> Row:
-    """All layers at one width."""
+    """All layers at one width, by the method as published."""
     result, progress = bench.run(
+        preset="paper",
         method=method,
         bits=bits,
         seed=seed,
         choices=(bits,),
         metric="recon",
         exchanges=0,
-        onebit="adalog",
+        score_images=16,
         edge_bits=edge,
     )
     return {**bench.score(result.model), "seconds": sum(progress.seconds.values())}

@@ -4,7 +4,7 @@
     python scripts/train_bundled.py images --data $data --out $out
     python scripts/train_bundled.py teacher --data $data --out $out --epochs 4 --threads 2
     python scripts/train_bundled.py vit --data $data --out $out --epochs 14
-    python scripts/train_bundled.py swin --data $data --out $out --epochs 20
+    python scripts/train_bundled.py swin --data $data --out $out --epochs 18
 
 The data folder holds the four original ``*-ubyte.gz`` files (Debian: ``dataset-fashion-mnist``).
 Training resumes from ``<out>/<name>.state.pt`` when that file exists. The transformers learn from

@@ -364,7 +364,7 @@ def test_cumulative_errors_compare_the_quantized_with_the_float_model(
         module._forward_hooks.clear()
     for name in ("blocks.0.attn.qkv", "blocks.1.mlp.fc2"):
         exact, rough = outputs[f"{name} False"], outputs[f"{name} True"]
-        power = (exact - vit.model.get_submodule(name).bias).square().sum()
+        power = (exact - done.fits.model.get_submodule(name).bias).square().sum()
         expected = float((rough - exact).square().sum() / power)
         assert found[name] == pytest.approx(expected, rel=1e-4)
 

@@ -33,8 +33,6 @@ class MatmulStats:
 
 Stats = LayerStats | MatmulStats
 TokenDraw = Literal["uniform", "fisher"]
-# the share of tokens that is drawn without regard to their weight
-UNIFORM_SHARE = 0.5
 
 
 def tokens_of(module: nn.Module, inputs: Tensor) -> Tensor:
@@ -106,16 +104,17 @@ def backward(
 
 
 def token_weights(module: nn.Module, gradient: Tensor, images: int) -> Tensor:
-    """How often each token should be drawn: its share of its image's squared output gradient.
+    """How often each token should be drawn, (tokens,).
 
-    Where the class token alone decides, as in the last blocks of a ViT, it gets most of the weight
-    although it is one of hundreds.
+    One half of the weight is even, the other is the token's share of its image's squared output
+    gradient: where the class token alone decides, as in the last blocks of a ViT, it gets most of
+    that although it is one of hundreds.
     """
     if isinstance(module, nn.Conv2d):
         gradient = gradient.flatten(2).transpose(1, 2)
     power = gradient.square().sum(dim=-1).reshape(images, -1)
     share = power / power.sum(dim=1, keepdim=True).clamp_min(1e-30)
-    return (UNIFORM_SHARE / share.shape[1] + (1 - UNIFORM_SHARE) * share).flatten()
+    return (share + 1 / share.shape[1]).flatten()
 
 
 def _draw(
@@ -171,10 +170,9 @@ def collect(
                     raise GraphError(f"layer {name!r} is never called by the model's forward pass")
                 if name in layers:
                     rows = tokens_of(layers[name], seen[name][0].detach())
-                    slope = slopes.get(name)
-                    weights = (
-                        None if slope is None else token_weights(layers[name], slope, len(images))
-                    )
+                    weights = None
+                    if name in slopes:
+                        weights = token_weights(layers[name], slopes[name], len(images))
                     index = _draw(len(rows), quotas[0], generator, weights)
                     kept[name].append((rows[index],))
                 else:

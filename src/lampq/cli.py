@@ -155,6 +155,16 @@ def quantize_command(
     onebit: Annotated[
         str | None, typer.Option(help="one-bit levels: affine or adalog", rich_help_panel=METHOD)
     ] = None,
+    fold: Annotated[
+        str | None,
+        typer.Option(
+            help="how far a norm evens out its channels: searched or full", rich_help_panel=METHOD
+        ),
+    ] = None,
+    error: Annotated[
+        str | None,
+        typer.Option(help="that fits minimise: relative or plain", rich_help_panel=METHOD),
+    ] = None,
     compensation: Annotated[
         str | None, typer.Option(help="of weight errors: none or gptq", rich_help_panel=METHOD)
     ] = None,

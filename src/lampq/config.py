@@ -40,6 +40,8 @@ class RunConfig:
     search: Literal["fast", "exhaustive"] = "fast"
     zero_code: Literal["extra", "reserved"] = "extra"
     onebit: Literal["adalog", "affine"] = "affine"
+    fold: Literal["full", "searched"] = "searched"
+    error: Literal["plain", "relative"] = "relative"
     compensation: Literal["none", "gptq"] = "none"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
@@ -144,6 +146,8 @@ PAPER: dict[str, Any] = {
     "rotation": "none",
     "fit_images": 32,
     "fit_tokens": "uniform",
+    "fold": "full",
+    "error": "plain",
     "onebit": "adalog",
     "edge_bits": "target",
     "metric": "fisher",

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lampq.calibrate import LayerStats, MatmulStats
-from lampq.methods.adalog import GELU_MINIMUM, AdaLog, _LayerProblem
+from lampq.methods.adalog import GELU_MINIMUM, STEPS, AdaLog, _LayerProblem
 from lampq.methods.base import FitCache, LinearView, SiteWidths, layer_output
 from lampq.methods.minmax import MinMax, per_tensor
 from lampq.quant.base import Quantizer
@@ -152,6 +152,70 @@ def test_a_layer_behind_a_norm_is_folded_and_others_are_not(vit: Case) -> None:
     for spec in vit.graph.layers[1:5]:
         fit = AdaLog().fit(LinearView.of(vit.model, spec), LayerBits(4, 4), vit.stats[spec.name])
         assert (fit.fold is not None) == (spec.norm is not None)
+
+
+@pytest.mark.parametrize("kind", ["broad", "sharp", "both"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_base_of_a_softmax_is_nearly_the_best_of_all(bits: int, kind: str) -> None:
+    sharpness = {"broad": 0.3, "sharp": 4.0, "both": torch.tensor([8.0, 0.5]).repeat(30)[:, None]}
+    # mean values that are not zero: then it matters how much of the small probabilities is kept
+    left = (sharpness[kind] * _normal(1, 3, 2, 60, 60)).softmax(dim=-1)
+    right = _normal(2, 3, 2, 60, 8) + 1
+    fit = AdaLog().fit_matmul(MatmulSpec("av", "av", 0), bits, 8, MatmulStats(left, right))
+    exact = left @ right
+
+    def error(quantizer: Quantizer) -> float:
+        return float((quantizer(left) @ right - exact).square().sum())
+
+    every = [error(AdaLog().log(bits, torch.ones(1), step)) for step in STEPS]
+    assert error(fit.left) <= 1.1 * min(every)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_few_enormous_tokens_do_not_drown_the_others(bits: int) -> None:
+    inputs = F.gelu(_normal(5, 400, 16))
+    inputs[::50, 0] = torch.linspace(100, 250, 8)
+    view, stats = _view(FC2), LayerStats(inputs)
+    exact = inputs @ view.weight.T
+    ordinary = inputs[:, 0] < 100
+
+    def error(method: AdaLog) -> float:
+        fit = method.fit(view, LayerBits(8, bits), stats)
+        wrong = layer_output(fit, inputs) - view.bias - exact
+        return float(wrong[ordinary].norm() / exact[ordinary].norm())
+
+    assert error(AdaLog(error="relative")) < 0.7 * error(AdaLog())
+
+
+def test_tokens_of_equal_size_have_equal_shares() -> None:
+    inputs = torch.eye(16)
+    problem = _LayerProblem(AdaLog(error="relative"), torch.eye(16), inputs, LayerBits(4, 4))
+    torch.testing.assert_close(problem.shares, torch.ones(16))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_searched_fold_spares_the_weight_where_channels_differ(bits: int) -> None:
+    spec = LayerSpec("blocks.0.attn.qkv", LayerRole.QKV, 0, 0, norm="blocks.0.norm1")
+    inputs = _normal(5, 400, 16) * torch.tensor([30.0] + 15 * [1.0])
+    view, stats = _view(spec), LayerStats(inputs)
+    exact = inputs @ view.weight.T + view.bias
+    errors = [
+        float((layer_output(method.fit(view, LayerBits(bits, 8), stats), inputs) - exact).norm())
+        for method in (AdaLog(fold="searched"), AdaLog())
+    ]
+    assert errors[0] < errors[1]
+
+
+def test_a_searched_fold_is_the_full_one_where_that_is_best() -> None:
+    spec = LayerSpec("blocks.0.attn.qkv", LayerRole.QKV, 0, 0, norm="blocks.0.norm1")
+    inputs = _normal(5, 400, 16) * torch.logspace(-1.5, 1.5, 16)
+    view, stats = _view(spec), LayerStats(inputs)
+    fits = [
+        method.fit(view, LayerBits(8, 2), stats) for method in (AdaLog(fold="searched"), AdaLog())
+    ]
+    assert fits[0].fold is not None
+    assert fits[1].fold is not None
+    assert torch.equal(fits[0].fold.ratio, fits[1].fold.ratio)
 
 
 def test_the_codes_are_the_nearest_ones_without_compensation() -> None:

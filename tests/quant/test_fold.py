@@ -94,6 +94,27 @@ def test_the_folded_values_mean_the_same_as_those_of_a_grid_per_channel(
     torch.testing.assert_close(unfolded, own(x), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_the_whole_of_the_scales_is_the_fold_between_grids(x: Tensor, bits: int) -> None:
+    own = UniformQuantizer.between(bits, x.amin(0), x.amax(0), whole=True)
+    whole = NormFold.partly(own.scale, own.zero, 1.0, 2**bits - 1)
+    known = NormFold.between(own.scale, own.zero, own.scale.mean(), own.zero.mean().round())
+    torch.testing.assert_close(whole.ratio, known.ratio)
+    torch.testing.assert_close(whole.shift, known.shift)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_a_part_of_the_scales_leaves_the_rest_and_aligns_the_middles(power: float) -> None:
+    low, high = torch.tensor([-1.0, -10.0, 3.0]), torch.tensor([1.0, 90.0, 4.0])
+    scale, zero = (high - low) / 15, -low / (high - low) * 15
+    fold = NormFold.partly(scale, zero, power, 15)
+    ends = torch.stack([fold.of_inputs(low), fold.of_inputs(high)])
+    torch.testing.assert_close(ends.mean(dim=0), ends.mean().expand(3), rtol=1e-4, atol=1e-4)
+    spans = (ends[1] - ends[0]).log()
+    left = (high - low).log() * (1 - power)
+    torch.testing.assert_close(spans - spans[0], left - left[0], rtol=1e-4, atol=1e-4)
+
+
 def test_the_bias_absorbs_a_shift_of_the_input(x: Tensor, generator: torch.Generator) -> None:
     weight = torch.randn(OUTPUTS, CHANNELS, generator=generator, dtype=torch.float64)
     bias = torch.randn(OUTPUTS, generator=generator, dtype=torch.float64)

@@ -10,7 +10,7 @@ quadratic form in w, so its cost does not depend on the number of tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -35,6 +35,9 @@ from lampq.types import LayerBits, LayerRole, MatmulSpec
 
 GELU_MINIMUM = 0.16997124254703522
 STEPS = range(10, 138)
+FOLD_POWERS = (1.0, 0.75, 0.5, 0.25)
+# enough to tell folds apart
+COARSE = SearchDepth(candidates=32, steps=1)
 
 
 def _decoded(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -65,6 +68,13 @@ class AdaLog:
     ``onebit``: at one bit, levels {0, scale} ("adalog") or two free levels ("affine").
     ``compensation``: "none" rounds to nearest as published; "gptq" lets the weights that are not
     yet rounded absorb the error of those that are, and of the input (GPTQ on the quantized input).
+    ``fold``: how far the scales of the channels behind a norm are evened out. "full" makes them all
+    equal, as published, which leaves their differences to the weight; "searched" takes the power of
+    the scales, out of FOLD_POWERS, with the least output error.
+    ``error``: "plain" sums the squared output error over tokens, as published. Where a few tokens
+    are enormous they alone make that sum, and everything else may be rounded to zero. "relative"
+    also looks at the error of each token in proportion to its size: weights are fitted to that,
+    inputs to the geometric mean of both, so that large and ordinary tokens count alike.
     """
 
     name: ClassVar[str] = "adalog"
@@ -74,10 +84,15 @@ class AdaLog:
     zero_code: ZeroCode = "extra"
     onebit: Literal["adalog", "affine"] = "adalog"
     compensation: Literal["none", "gptq"] = "none"
+    fold: Literal["full", "searched"] = "full"
+    error: Literal["plain", "relative"] = "plain"
+    coarse: bool = field(default=False, repr=False)
 
     @property
     def depth(self) -> SearchDepth:
         """How much of the candidate space is scored."""
+        if self.coarse:
+            return COARSE
         return EXHAUSTIVE if self.search == "exhaustive" else SearchDepth()
 
     @property
@@ -90,10 +105,10 @@ class AdaLog:
         fold = None
         weight, bias, inputs = layer.weight, layer.bias, stats.inputs
         if layer.spec.norm is not None:
-            fold = self._fold(inputs, bits.activation)
+            fold = self._best_fold(layer, bits, inputs)
             weight, bias = fold.of_linear(weight, bias)
             inputs = fold.of_inputs(inputs)
-        problem = _LayerProblem(self, weight, inputs, bits)
+        problem = _LayerProblem(self, weight, inputs, bits, bias)
         if layer.spec.role is LayerRole.PATCH_EMBED:
             problem.search_weight()
         elif layer.spec.role is LayerRole.FC2:
@@ -108,8 +123,28 @@ class AdaLog:
                 problem.search_input(on_output=True)
         return problem.finish(layer, bias, fold)
 
-    def _fold(self, inputs: Tensor, bits: int) -> NormFold:
-        """The fold of scales fitted to every channel on its own."""
+    def _best_fold(self, layer: LinearView, bits: LayerBits, inputs: Tensor) -> NormFold:
+        """The fold of least output error, by a coarse search of weight and input."""
+        scale, zero = self._channel_scales(inputs, bits.activation)
+        folds = [
+            NormFold.partly(scale, zero, power, 2**bits.activation - 1)
+            for power in (FOLD_POWERS if self.fold == "searched" else (1.0,))
+        ]
+        if len(folds) == 1:
+            return folds[0]
+        few = _spread(inputs, self.tokens)
+        coarse = replace(self, coarse=True)
+
+        def error(fold: NormFold) -> float:
+            weight, bias = fold.of_linear(layer.weight, layer.bias)
+            problem = _LayerProblem(coarse, weight, fold.of_inputs(few), bits, bias)
+            problem.search_input(on_output=False)
+            return problem.error()
+
+        return min(folds, key=error)
+
+    def _channel_scales(self, inputs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+        """Scale and zero point fitted to every channel on its own."""
         rows = _spread(inputs, self.tokens).T.contiguous()  # (channels, tokens)
         grid = self.input_grid(rows, bits)
 
@@ -117,8 +152,7 @@ class AdaLog:
             guess = _decoded(rows, scale[..., None], zero[..., None], bits)
             return guess.sub_(rows).square_().sum(dim=-1)
 
-        scale, zero = progressive_search(grid, error, self.depth, elements=rows.numel())
-        return NormFold.between(scale, zero, scale.mean(), zero.mean().round())
+        return progressive_search(grid, error, self.depth, elements=rows.numel())
 
     def input_grid(self, rows: Tensor, bits: int) -> Grid:
         """Candidates for an activation, one row per group."""
@@ -181,9 +215,14 @@ class AdaLog:
         return UniformQuantizer(bits, scale[:, None, None], zero[:, None, None])
 
     def _softmax(self, left: Tensor, right: Tensor, exact: Tensor, bits: int) -> LogQuantizer:
-        """A logarithmic quantizer with scale one and the base of least product error."""
-        logs = left.clamp_min(1e-15).log2_()
+        """A logarithmic quantizer with scale one and the base of least product error.
+
+        The error of the probabilities alone is a poor guide: it is made by the few large ones,
+        while the product sums up the many small ones that a narrow base takes for zero. So bases
+        from the whole range are scored by the product too.
+        """
         one = left.new_ones(1)
+        logs = left.clamp_min(1e-15).log2_()
 
         def cheap(step: int) -> float:
             guess = _log_decoded(logs, one, one * step, bits, self)
@@ -192,10 +231,13 @@ class AdaLog:
         def error(step: int) -> float:
             return float((self.log(bits, one, step)(left) @ right - exact).square_().sum())
 
-        steps: list[int] = list(STEPS)
-        if self.depth.screen:
-            steps = sorted(steps, key=cheap)[: self.depth.screen]
-        return self.log(bits, one, min(steps, key=error))
+        depth = self.depth
+        tried = set(STEPS[:: depth.stride])
+        if depth.screen:
+            tried |= set(sorted(STEPS, key=cheap)[: depth.screen])
+        best = min(sorted(tried), key=error)
+        near = [step for step in STEPS if abs(step - best) < depth.stride]
+        return self.log(bits, one, min(near, key=error))
 
     def log(self, bits: int, scale: Tensor, step: int, shift: Tensor | None = None) -> LogQuantizer:
         """A logarithmic quantizer with this method's zero code."""
@@ -211,16 +253,28 @@ def _of_heads(values: Tensor) -> Tensor:
 class _LayerProblem:
     """The alternating search for one layer: weight grid given the input's, and back."""
 
-    def __init__(self, method: AdaLog, weight: Tensor, inputs: Tensor, bits: LayerBits) -> None:
+    def __init__(
+        self,
+        method: AdaLog,
+        weight: Tensor,
+        inputs: Tensor,
+        bits: LayerBits,
+        bias: Tensor | None = None,
+    ) -> None:
         self.method, self.bits = method, bits
         self.weight, self.inputs = weight, inputs
         self.sampled = _spread(inputs, method.tokens)
+        self.shares = torch.ones(len(inputs)).to(inputs)
+        if method.error == "relative":
+            size = (inputs @ weight.T + (0 if bias is None else bias)).square().sum(dim=1)
+            inverse = 1 / (size + size.median()).clamp_min(1e-30)
+            self.shares = inverse / inverse.mean()
         self.input_quantizer: UniformQuantizer | LogQuantizer | None = None
         self.weight_quantizer = self._nearest_weight()
 
     def _nearest_weight(self) -> UniformQuantizer:
         """The grid of least weighted squared error of the weight itself."""
-        power = self.inputs.square().mean(dim=0)
+        power = self.shares @ self.inputs.square() / len(self.inputs)
 
         def error(scale: Tensor, zero: Tensor) -> Tensor:
             return self._weight_error(scale, zero).square_() @ power
@@ -242,6 +296,21 @@ class _LayerProblem:
     def _quantized_inputs(self) -> Tensor:
         return self.inputs if self.input_quantizer is None else self.input_quantizer(self.inputs)
 
+    def _of_tokens(self, squared: Tensor) -> Tensor:
+        """One error of the squared errors (..., tokens) of the sampled tokens or some of them."""
+        plain = squared.sum(dim=-1)
+        if self.method.error == "plain":
+            return plain
+        shares = _spread(_spread(self.shares, self.method.tokens), squared.shape[-1])
+        return (plain * (squared @ shares)).sqrt()
+
+    def error(self) -> float:
+        """Error of the output on the sampled tokens."""
+        quantized = self.input_quantizer(self.sampled) if self.input_quantizer else self.sampled
+        exact = self.sampled @ self.weight.T
+        decoded = self.weight_quantizer(self.weight)
+        return float(self._of_tokens((quantized @ decoded.T - exact).square().sum(dim=-1)))
+
     def gram(self) -> tuple[Tensor, Tensor]:
         """Gram matrix of the quantized inputs, and their product with the output error so far.
 
@@ -249,8 +318,9 @@ class _LayerProblem:
         e G e + 2 e c + constant.
         """
         quantized = self._quantized_inputs()
-        gram = quantized.T @ quantized
-        cross = quantized.T @ ((quantized - self.inputs) @ self.weight.T)  # (inputs, outputs)
+        weighed = (quantized * self.shares[:, None]).T
+        gram = weighed @ quantized
+        cross = weighed @ ((quantized - self.inputs) @ self.weight.T)  # (inputs, outputs)
         return gram, cross.T.contiguous()
 
     def search_weight(self) -> None:
@@ -282,11 +352,11 @@ class _LayerProblem:
 
         def cheap(scale: Tensor, zero: Tensor) -> Tensor:
             guess = _decoded(x, scale[..., None], zero[..., None], bits)
-            return (guess.sub_(x).square_() @ power).sum(dim=1, keepdim=True)
+            return self._of_tokens(guess.sub_(x).square_() @ power)[:, None]
 
         def error(scale: Tensor, zero: Tensor) -> Tensor:
             output = _decoded(x, scale[..., None], zero[..., None], bits) @ decoded.T
-            return output.sub_(exact).square_().sum(dim=(1, 2))[:, None]
+            return self._of_tokens(output.sub_(exact).square_().sum(dim=2))[:, None]
 
         grid = self.method.input_grid(x.reshape(1, -1), bits)
         true = error if on_output else cheap
@@ -307,12 +377,13 @@ class _LayerProblem:
 
         def cheap(scale: Tensor, step: Tensor) -> Tensor:
             guess = _log_decoded(few_logs, scale[..., None], step[..., None], bits, method)
-            return (guess.sub_(few).square_() @ power).sum(dim=1, keepdim=True)
+            return self._of_tokens(guess.sub_(few).square_() @ power)[:, None]
 
         def error(scale: Tensor, step: Tensor) -> Tensor:
             pairs = zip(scale, step, strict=True)
             guesses = torch.stack([method.log(bits, s, int(q))(x) for s, q in pairs])
-            return (guesses @ decoded.T).sub_(exact).square_().sum(dim=(1, 2))[:, None]
+            squared = (guesses @ decoded.T).sub_(exact).square_().sum(dim=2)
+            return self._of_tokens(squared)[:, None]
 
         grid = self._log_grid(x, shift, cheap)
         scale, step = progressive_search(grid, error, method.depth, cheap=cheap, elements=x.numel())

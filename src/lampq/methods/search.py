@@ -32,6 +32,7 @@ class SearchDepth:
 
     ``screen`` candidates, the best by the cheap error, are scored by the true one (0: all of
     them are). ``survivors`` of these are refined ``steps`` - 1 times with ``offsets`` new scales.
+    Of the logarithmic bases of a softmax every ``stride``-th is scored, then those near the best.
     """
 
     candidates: int = 128
@@ -39,10 +40,11 @@ class SearchDepth:
     survivors: int = 3
     offsets: int = 6
     steps: int = 3
+    stride: int = 6
 
 
 # AdaLog's own numbers: every candidate is scored by the true error, six steps
-EXHAUSTIVE = SearchDepth(screen=0, survivors=16, offsets=8, steps=6)
+EXHAUSTIVE = SearchDepth(screen=0, survivors=16, offsets=8, steps=6, stride=1)
 
 
 def quantiles(rows: Tensor, share: float) -> tuple[Tensor, Tensor]:

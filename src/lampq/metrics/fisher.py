@@ -61,7 +61,7 @@ def gradients(
             inputs.clear()
             slopes.clear()
             backward(model, images, generator, None if labels == "model" else known)
-            yield len(images), {n: (inputs[n][0].detach(), slope) for n, slope in slopes.items()}
+            yield len(images), {n: (inputs[n][0].detach(), g) for n, g in slopes.items()}
 
 
 def fisher_traces(

@@ -37,6 +37,17 @@ class NormFold:
         ratio = scale / to_scale
         return cls(ratio, to_zero * to_scale - zero * scale / ratio)
 
+    @classmethod
+    def partly(cls, scale: Tensor, zero: Tensor, power: float, top: int) -> NormFold:
+        """The fold that evens out this power of the scales; the middle of each grid is aligned.
+
+        ``top`` is the highest code. Power one takes every channel to the mean scale.
+        """
+        to_scale, to_zero = scale.mean(), zero.mean().round()
+        ratio = (scale / to_scale).pow(power)
+        shift = scale * (top / 2 - zero) / ratio - to_scale * (top / 2 - to_zero)
+        return cls(ratio, shift)
+
 
 def absorb_shift(bias: Tensor, decoded_weight: Tensor, shift: Tensor) -> Tensor:
     """The bias of a layer whose input arrives larger by ``shift`` in every channel."""
