@@ -72,7 +72,7 @@ def test_a_bundled_model_takes_other_weights(name: str, tmp_path: Path) -> None:
     assert all(not bool(p.any()) for p in loaded.model.parameters())
 
 
-@pytest.mark.parametrize(("name", "least"), [("fashion_vit", 91.0), ("fashion_swin", 86.0)])
+@pytest.mark.parametrize(("name", "least"), [("fashion_vit", 91.0), ("fashion_swin", 90.0)])
 def test_the_bundled_weights_record_a_test_accuracy_worth_bundling(name: str, least: float) -> None:
     path = Path(str(files("lampq") / "bundled" / f"{name}.safetensors"))
     with safe_open(path, framework="pt") as opened:
