@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lampq.calibrate import LayerStats, MatmulStats
-from lampq.methods.adalog import GELU_MINIMUM, STEPS, AdaLog, _LayerProblem
+from lampq.methods.adalog import AdaLog
+from lampq.methods.adalog_layer import GELU_MINIMUM, STEPS, LayerSearch
 from lampq.methods.base import FitCache, LinearView, SiteWidths, layer_output
 from lampq.methods.minmax import MinMax, per_tensor
 from lampq.quant.base import Quantizer
@@ -51,7 +52,7 @@ def test_four_bits_are_better_searched_than_between_the_extremes(
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_the_gram_form_of_the_output_error_equals_the_error_itself(bits: int) -> None:
     weight, inputs = _normal(1, 10, 16).double(), _normal(3, 200, 16).double()
-    problem = _LayerProblem(AdaLog(), weight, inputs, LayerBits(bits, bits))
+    problem = LayerSearch(AdaLog(), weight, inputs, LayerBits(bits, bits))
     problem.input_quantizer = per_tensor(inputs, bits)
     quantized = problem.input_quantizer(inputs)
     gram, cross = problem.gram()
@@ -66,7 +67,7 @@ def test_the_gram_form_of_the_output_error_equals_the_error_itself(bits: int) ->
 
 def test_searching_the_weight_on_the_output_is_no_worse_than_the_full_range() -> None:
     weight, inputs = _normal(1, 10, 16), _normal(3, 200, 16) @ _normal(4, 16, 16)
-    problem = _LayerProblem(AdaLog(), weight, inputs, LayerBits(3, 8))
+    problem = LayerSearch(AdaLog(), weight, inputs, LayerBits(3, 8))
     problem.search_weight()
     full = UniformQuantizer.between(
         3, weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), whole=True
@@ -82,7 +83,7 @@ def test_searching_the_weight_on_the_output_is_no_worse_than_the_full_range() ->
 def test_the_weight_grid_found_has_the_least_output_error_behind_a_coarse_input(bits: int) -> None:
     method = AdaLog(search="exhaustive")
     weight, inputs = _normal(1, 10, 16).double(), _normal(3, 200, 16).double() + 0.5
-    problem = _LayerProblem(method, weight, inputs, LayerBits(bits, 2))
+    problem = LayerSearch(method, weight, inputs, LayerBits(bits, 2))
     problem.input_quantizer = per_tensor(inputs, 2)
     problem.search_weight()
     quantized, exact = problem.input_quantizer(inputs), inputs @ weight.T
@@ -189,7 +190,7 @@ def test_a_few_enormous_tokens_do_not_drown_the_others(bits: int) -> None:
 
 def test_tokens_of_equal_size_have_equal_shares() -> None:
     inputs = torch.eye(16)
-    problem = _LayerProblem(AdaLog(error="relative"), torch.eye(16), inputs, LayerBits(4, 4))
+    problem = LayerSearch(AdaLog(error="relative"), torch.eye(16), inputs, LayerBits(4, 4))
     torch.testing.assert_close(problem.shares, torch.ones(16))
 
 

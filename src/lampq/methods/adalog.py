@@ -10,52 +10,34 @@ quadratic form in w, so its cost does not depend on the number of tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lampq.calibrate import LayerStats, MatmulStats
+from lampq.methods.adalog_layer import STEPS, LayerSearch
 from lampq.methods.base import LinearView
-from lampq.methods.compensate import compensated_codes
 from lampq.methods.search import (
     EXHAUSTIVE,
-    Error,
     Grid,
     SearchDepth,
+    log_decoded,
+    on_grid,
     progressive_search,
+    spread,
     uniform_grid,
 )
-from lampq.quant.fold import NormFold, absorb_shift
-from lampq.quant.log import DENOMINATOR, LogQuantizer, ZeroCode
+from lampq.quant.fold import NormFold
+from lampq.quant.log import LogQuantizer, ZeroCode
 from lampq.quant.modules import LayerFit, MatmulFit
-from lampq.quant.uniform import UniformQuantizer, uniform_round
+from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits, LayerRole, MatmulSpec
 
-GELU_MINIMUM = 0.16997124254703522
-STEPS = range(10, 138)
 FOLD_POWERS = (1.0, 0.75, 0.5, 0.25)
 # enough to tell folds apart
 COARSE = SearchDepth(candidates=32, steps=1)
-
-
-def _decoded(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    return uniform_round(x, scale, zero, bits).sub_(zero).mul_(scale)
-
-
-def _log_decoded(logs: Tensor, scale: Tensor, step: Tensor, bits: int, method: AdaLog) -> Tensor:
-    """Powers nearest to 2**logs, by the smooth formula that the table rounds."""
-    codes = (scale.log2() - logs).mul_(DENOMINATOR / step).round_().clamp_min_(0)
-    beyond = codes >= 2**bits - (method.zero_code == "reserved")
-    return codes.mul_(-step / DENOMINATOR).exp2_().mul_(scale).masked_fill_(beyond, 0.0)
-
-
-def _spread(tensor: Tensor, count: int) -> Tensor:
-    """At most ``count`` rows, evenly spread."""
-    if len(tensor) <= count:
-        return tensor
-    return tensor[torch.linspace(0, len(tensor) - 1, count).long()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +68,10 @@ class AdaLog:
     compensation: Literal["none", "gptq"] = "none"
     fold: Literal["full", "searched"] = "full"
     error: Literal["plain", "relative"] = "plain"
-    coarse: bool = field(default=False, repr=False)
 
     @property
     def depth(self) -> SearchDepth:
         """How much of the candidate space is scored."""
-        if self.coarse:
-            return COARSE
         return EXHAUSTIVE if self.search == "exhaustive" else SearchDepth()
 
     @property
@@ -108,7 +87,7 @@ class AdaLog:
             fold = self._best_fold(layer, bits, inputs)
             weight, bias = fold.of_linear(weight, bias)
             inputs = fold.of_inputs(inputs)
-        problem = _LayerProblem(self, weight, inputs, bits, bias)
+        problem = LayerSearch(self, weight, inputs, bits, bias)
         if layer.spec.role is LayerRole.PATCH_EMBED:
             problem.search_weight()
         elif layer.spec.role is LayerRole.FC2:
@@ -132,12 +111,11 @@ class AdaLog:
         ]
         if len(folds) == 1:
             return folds[0]
-        few = _spread(inputs, self.tokens)
-        coarse = replace(self, coarse=True)
+        few = spread(inputs, self.tokens)
 
         def error(fold: NormFold) -> float:
             weight, bias = fold.of_linear(layer.weight, layer.bias)
-            problem = _LayerProblem(coarse, weight, fold.of_inputs(few), bits, bias)
+            problem = LayerSearch(self, weight, fold.of_inputs(few), bits, bias, depth=COARSE)
             problem.search_input(on_output=False)
             return problem.error()
 
@@ -145,31 +123,31 @@ class AdaLog:
 
     def _channel_scales(self, inputs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         """Scale and zero point fitted to every channel on its own."""
-        rows = _spread(inputs, self.tokens).T.contiguous()  # (channels, tokens)
+        rows = spread(inputs, self.tokens).T.contiguous()  # (channels, tokens)
         grid = self.input_grid(rows, bits)
 
         def error(scale: Tensor, zero: Tensor) -> Tensor:
-            guess = _decoded(rows, scale[..., None], zero[..., None], bits)
+            guess = on_grid(rows, scale[..., None], zero[..., None], bits)
             return guess.sub_(rows).square_().sum(dim=-1)
 
         return progressive_search(grid, error, self.depth, elements=rows.numel())
 
-    def input_grid(self, rows: Tensor, bits: int) -> Grid:
+    def input_grid(self, rows: Tensor, bits: int, depth: SearchDepth | None = None) -> Grid:
         """Candidates for an activation, one row per group."""
         return uniform_grid(
             rows,
             bits,
-            candidates=self.depth.candidates,
+            candidates=(depth or self.depth).candidates,
             max_zeros=2**bits,
             affine=self.onebit == "affine",
         )
 
-    def weight_grid(self, rows: Tensor, bits: int) -> Grid:
+    def weight_grid(self, rows: Tensor, bits: int, depth: SearchDepth | None = None) -> Grid:
         """Candidates for a weight or a matmul operand, one row per group."""
         return uniform_grid(
             rows,
             bits,
-            candidates=self.depth.candidates,
+            candidates=(depth or self.depth).candidates,
             max_zeros=max(1, 2 ** (bits - 1)),
             affine=self.onebit == "affine",
         )
@@ -178,7 +156,7 @@ class AdaLog:
         self, site: MatmulSpec, left_bits: int, right_bits: int, stats: MatmulStats
     ) -> MatmulFit:
         """Operand quantizers per head; the softmax output gets a searched logarithmic base."""
-        left, right = _spread(stats.left, self.maps), _spread(stats.right, self.maps)
+        left, right = spread(stats.left, self.maps), spread(stats.right, self.maps)
         exact = left @ right
         right_hat = right
         fitted_left: UniformQuantizer | LogQuantizer
@@ -198,7 +176,7 @@ class AdaLog:
         """A uniform quantizer per head, by the error of the product with the other operand."""
 
         def guess(scale: Tensor, zero: Tensor) -> Tensor:  # (candidates, maps, heads, ., .)
-            return _decoded(operand, _of_heads(scale), _of_heads(zero), bits)
+            return on_grid(operand, _of_heads(scale), _of_heads(zero), bits)
 
         def cheap(scale: Tensor, zero: Tensor) -> Tensor:
             return guess(scale, zero).sub_(operand).square_().sum(dim=(1, 3, 4))
@@ -225,7 +203,7 @@ class AdaLog:
         logs = left.clamp_min(1e-15).log2_()
 
         def cheap(step: int) -> float:
-            guess = _log_decoded(logs, one, one * step, bits, self)
+            guess = log_decoded(logs, one, one * step, self.powers(bits))
             return float(guess.sub_(left).square_().sum())
 
         def error(step: int) -> float:
@@ -239,6 +217,10 @@ class AdaLog:
         near = [step for step in STEPS if abs(step - best) < depth.stride]
         return self.log(bits, one, min(near, key=error))
 
+    def powers(self, bits: int) -> int:
+        """How many powers a logarithmic quantizer has beside zero."""
+        return int(2**bits) - (self.zero_code == "reserved")
+
     def log(self, bits: int, scale: Tensor, step: int, shift: Tensor | None = None) -> LogQuantizer:
         """A logarithmic quantizer with this method's zero code."""
         shift = torch.zeros_like(scale) if shift is None else shift
@@ -248,184 +230,3 @@ class AdaLog:
 def _of_heads(values: Tensor) -> Tensor:
     """Values (candidates, heads) against operands (maps, heads, rows, columns)."""
     return values[:, None, :, None, None]
-
-
-class _LayerProblem:
-    """The alternating search for one layer: weight grid given the input's, and back."""
-
-    def __init__(
-        self,
-        method: AdaLog,
-        weight: Tensor,
-        inputs: Tensor,
-        bits: LayerBits,
-        bias: Tensor | None = None,
-    ) -> None:
-        self.method, self.bits = method, bits
-        self.weight, self.inputs = weight, inputs
-        self.sampled = _spread(inputs, method.tokens)
-        self.shares = torch.ones(len(inputs)).to(inputs)
-        if method.error == "relative":
-            size = (inputs @ weight.T + (0 if bias is None else bias)).square().sum(dim=1)
-            inverse = 1 / (size + size.median()).clamp_min(1e-30)
-            self.shares = inverse / inverse.mean()
-        self.input_quantizer: UniformQuantizer | LogQuantizer | None = None
-        self.weight_quantizer = self._nearest_weight()
-
-    def _nearest_weight(self) -> UniformQuantizer:
-        """The grid of least weighted squared error of the weight itself."""
-        power = self.shares @ self.inputs.square() / len(self.inputs)
-
-        def error(scale: Tensor, zero: Tensor) -> Tensor:
-            return self._weight_error(scale, zero).square_() @ power
-
-        return self._searched_weight(error, None)
-
-    def _searched_weight(self, error: Error, cheap: Error | None) -> UniformQuantizer:
-        grid = self.method.weight_grid(self.weight, self.bits.weight)
-        scale, zero = progressive_search(
-            grid, error, self.method.depth, cheap=cheap, elements=self.weight.numel()
-        )
-        return UniformQuantizer(self.bits.weight, scale[:, None], zero[:, None])
-
-    def _weight_error(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """Errors of the weight (candidates, outputs, inputs)."""
-        decoded = _decoded(self.weight, scale[..., None], zero[..., None], self.bits.weight)
-        return decoded.sub_(self.weight)
-
-    def _quantized_inputs(self) -> Tensor:
-        return self.inputs if self.input_quantizer is None else self.input_quantizer(self.inputs)
-
-    def _of_tokens(self, squared: Tensor) -> Tensor:
-        """One error of the squared errors (..., tokens) of the sampled tokens or some of them."""
-        plain = squared.sum(dim=-1)
-        if self.method.error == "plain":
-            return plain
-        shares = _spread(_spread(self.shares, self.method.tokens), squared.shape[-1])
-        return (plain * (squared @ shares)).sqrt()
-
-    def error(self) -> float:
-        """Error of the output on the sampled tokens."""
-        quantized = self.input_quantizer(self.sampled) if self.input_quantizer else self.sampled
-        exact = self.sampled @ self.weight.T
-        decoded = self.weight_quantizer(self.weight)
-        return float(self._of_tokens((quantized @ decoded.T - exact).square().sum(dim=-1)))
-
-    def gram(self) -> tuple[Tensor, Tensor]:
-        """Gram matrix of the quantized inputs, and their product with the output error so far.
-
-        With e = quantized weight - weight, the squared output error of a row is
-        e G e + 2 e c + constant.
-        """
-        quantized = self._quantized_inputs()
-        weighed = (quantized * self.shares[:, None]).T
-        gram = weighed @ quantized
-        cross = weighed @ ((quantized - self.inputs) @ self.weight.T)  # (inputs, outputs)
-        return gram, cross.T.contiguous()
-
-    def search_weight(self) -> None:
-        """Weight scales of least output error with the input quantizer as it is."""
-        gram, cross = self.gram()
-        power = gram.diagonal().contiguous()
-
-        def cheap(scale: Tensor, zero: Tensor) -> Tensor:
-            e = self._weight_error(scale, zero)
-            return (e * power).add_(2 * cross).mul_(e).sum(dim=-1)
-
-        def error(scale: Tensor, zero: Tensor) -> Tensor:
-            e = self._weight_error(scale, zero)
-            return (e @ gram).add_(2 * cross).mul_(e).sum(dim=-1)
-
-        self.weight_quantizer = self._searched_weight(error, cheap)
-
-    def _input_errors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Decoded weight, its squared column norms, and the exact output of the sampled tokens."""
-        decoded = self.weight_quantizer(self.weight)
-        return decoded, decoded.square().sum(dim=0), self.sampled @ self.weight.T
-
-    def search_input(self, *, on_output: bool) -> None:
-        """Input scale and zero point of least output error, or of least error of the input."""
-        x, bits = self.sampled, self.bits.activation
-        decoded, power, exact = self._input_errors()
-        if not on_output:
-            power = torch.ones_like(power)
-
-        def cheap(scale: Tensor, zero: Tensor) -> Tensor:
-            guess = _decoded(x, scale[..., None], zero[..., None], bits)
-            return self._of_tokens(guess.sub_(x).square_() @ power)[:, None]
-
-        def error(scale: Tensor, zero: Tensor) -> Tensor:
-            output = _decoded(x, scale[..., None], zero[..., None], bits) @ decoded.T
-            return self._of_tokens(output.sub_(exact).square_().sum(dim=2))[:, None]
-
-        grid = self.method.input_grid(x.reshape(1, -1), bits)
-        true = error if on_output else cheap
-        scale, zero = progressive_search(
-            grid, true, self.method.depth, cheap=cheap, elements=x.numel()
-        )
-        self.input_quantizer = UniformQuantizer(bits, scale[0], zero[0])
-
-    def search_log_input(self) -> None:
-        """Scale and base of the shifted logarithmic quantizer of least output error."""
-        method, bits = self.method, self.bits.activation
-        shift = torch.clamp(-self.inputs.min(), min=GELU_MINIMUM)
-        x = self.sampled + shift
-        logs = x.clamp_min(1e-15).log2()
-        decoded, power, exact = self._input_errors()
-        exact = exact + shift * decoded.sum(dim=1)
-        few, few_logs = _spread(x, method.tokens // 4), _spread(logs, method.tokens // 4)
-
-        def cheap(scale: Tensor, step: Tensor) -> Tensor:
-            guess = _log_decoded(few_logs, scale[..., None], step[..., None], bits, method)
-            return self._of_tokens(guess.sub_(few).square_() @ power)[:, None]
-
-        def error(scale: Tensor, step: Tensor) -> Tensor:
-            pairs = zip(scale, step, strict=True)
-            guesses = torch.stack([method.log(bits, s, int(q))(x) for s, q in pairs])
-            squared = (guesses @ decoded.T).sub_(exact).square_().sum(dim=2)
-            return self._of_tokens(squared)[:, None]
-
-        grid = self._log_grid(x, shift, cheap)
-        scale, step = progressive_search(grid, error, method.depth, cheap=cheap, elements=x.numel())
-        self.input_quantizer = method.log(bits, scale, int(step), shift.reshape(1))
-
-    def _log_grid(self, x: Tensor, shift: Tensor, cheap: Error) -> Grid:
-        """The eight best bases at the scale so far, with every scale of a ladder."""
-        positive = x[x > shift] if bool((x > shift).any()) else x.flatten()
-        high = positive.max()
-        near = positive.kthvalue(max(1, round(0.9 * positive.numel()))).values
-        ladder = torch.linspace(0, 1, 16).to(x) * (high - near) + near
-        spacing = ((high - near) / 15).clamp_min(1e-8).reshape(1)
-        start = ladder[-2] if self.input_quantizer is None else self.input_quantizer.scale
-        steps = torch.tensor(list(STEPS), dtype=x.dtype)[:, None]
-        errors = cheap(start.reshape(1, 1).expand(steps.shape), steps)
-        best = steps[errors[:, 0].topk(8, largest=False).indices, 0]
-        scales = torch.cat([ladder, start.reshape(1)])
-        return Grid(
-            scale=scales.repeat(len(best))[:, None],
-            zero=best.repeat_interleave(len(scales))[:, None],
-            spacing=spacing,
-        )
-
-    def finish(self, layer: LinearView, bias: Tensor, fold: NormFold | None) -> LayerFit:
-        """The fit, with the shift of a logarithmic input moved into the bias."""
-        codes, bias = self._codes(bias)
-        quantizer = self.input_quantizer
-        if isinstance(quantizer, LogQuantizer):
-            decoded = self.weight_quantizer.decode(codes)
-            bias = absorb_shift(bias, decoded, quantizer.shift)
-            quantizer = LogQuantizer(
-                quantizer.bits,
-                quantizer.scale,
-                quantizer.shift,
-                torch.zeros_like(quantizer.shift),
-                **quantizer.options(),
-            )
-        return LayerFit(layer.spec, self.bits, codes, bias, self.weight_quantizer, quantizer, fold)
-
-    def _codes(self, bias: Tensor) -> tuple[Tensor, Tensor]:
-        if self.method.compensation == "none":
-            return self.weight_quantizer.encode(self.weight).to(torch.uint8), bias
-        return compensated_codes(
-            self.weight, bias, self.inputs, self._quantized_inputs(), self.weight_quantizer
-        )

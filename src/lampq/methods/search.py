@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lampq.quant.log import DENOMINATOR
+from lampq.quant.uniform import uniform_round
+
 Error = Callable[[Tensor, Tensor], Tensor]
 """Squared errors (candidates, groups) at scales and zero points (candidates, groups)."""
 CHUNK = 2**18
@@ -123,3 +126,22 @@ def progressive_search(
         scale, zero = _best(_score(error, scale, zero, elements), survivors, scale, zero)
         spacing = spacing / (depth.offsets - 0.5)
     return scale[0], zero[0]
+
+
+def on_grid(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """X rounded to a uniform grid."""
+    return uniform_round(x, scale, zero, bits).sub_(zero).mul_(scale)
+
+
+def log_decoded(logs: Tensor, scale: Tensor, step: Tensor, powers: int) -> Tensor:
+    """The nearest of so many powers to 2**logs, by the smooth formula that the table rounds."""
+    codes = (scale.log2() - logs).mul_(DENOMINATOR / step).round_().clamp_min_(0)
+    beyond = codes >= powers
+    return codes.mul_(-step / DENOMINATOR).exp2_().mul_(scale).masked_fill_(beyond, 0.0)
+
+
+def spread(tensor: Tensor, count: int) -> Tensor:
+    """At most ``count`` rows, evenly spread."""
+    if len(tensor) <= count:
+        return tensor
+    return tensor[torch.linspace(0, len(tensor) - 1, count).long()]

@@ -1,0 +1,211 @@
+"""AdaLog's alternating search for one layer: the weight grid given the input's, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lampq.methods.base import LinearView
+from lampq.methods.compensate import compensated_codes
+from lampq.methods.search import (
+    Error,
+    Grid,
+    SearchDepth,
+    log_decoded,
+    on_grid,
+    progressive_search,
+    spread,
+)
+from lampq.quant.fold import NormFold, absorb_shift
+from lampq.quant.log import LogQuantizer
+from lampq.quant.modules import LayerFit
+from lampq.quant.uniform import UniformQuantizer
+from lampq.types import LayerBits
+
+if TYPE_CHECKING:
+    from lampq.methods.adalog import AdaLog
+
+GELU_MINIMUM = 0.16997124254703522
+STEPS = range(10, 138)
+
+
+class LayerSearch:
+    """The alternating search for one layer: weight grid given the input's, and back."""
+
+    def __init__(
+        self,
+        method: AdaLog,
+        weight: Tensor,
+        inputs: Tensor,
+        bits: LayerBits,
+        bias: Tensor | None = None,
+        depth: SearchDepth | None = None,
+    ) -> None:
+        self.method, self.bits, self.depth = method, bits, depth or method.depth
+        self.weight, self.inputs = weight, inputs
+        self.sampled = spread(inputs, method.tokens)
+        self.shares = torch.ones(len(inputs)).to(inputs)
+        if method.error == "relative":
+            size = (inputs @ weight.T + (0 if bias is None else bias)).square().sum(dim=1)
+            inverse = 1 / (size + size.median()).clamp_min(1e-30)
+            self.shares = inverse / inverse.mean()
+        self.input_quantizer: UniformQuantizer | LogQuantizer | None = None
+        self.weight_quantizer = self._nearest_weight()
+
+    def _nearest_weight(self) -> UniformQuantizer:
+        """The grid of least weighted squared error of the weight itself."""
+        power = self.shares @ self.inputs.square() / len(self.inputs)
+
+        def error(scale: Tensor, zero: Tensor) -> Tensor:
+            return self._weight_error(scale, zero).square_() @ power
+
+        return self._searched_weight(error, None)
+
+    def _searched_weight(self, error: Error, cheap: Error | None) -> UniformQuantizer:
+        grid = self.method.weight_grid(self.weight, self.bits.weight, self.depth)
+        scale, zero = progressive_search(
+            grid, error, self.depth, cheap=cheap, elements=self.weight.numel()
+        )
+        return UniformQuantizer(self.bits.weight, scale[:, None], zero[:, None])
+
+    def _weight_error(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Errors of the weight (candidates, outputs, inputs)."""
+        decoded = on_grid(self.weight, scale[..., None], zero[..., None], self.bits.weight)
+        return decoded.sub_(self.weight)
+
+    def _quantized_inputs(self) -> Tensor:
+        return self.inputs if self.input_quantizer is None else self.input_quantizer(self.inputs)
+
+    def _of_tokens(self, squared: Tensor) -> Tensor:
+        """One error of the squared errors (..., tokens) of the sampled tokens or some of them."""
+        plain = squared.sum(dim=-1)
+        if self.method.error == "plain":
+            return plain
+        shares = spread(spread(self.shares, self.method.tokens), squared.shape[-1])
+        return (plain * (squared @ shares)).sqrt()
+
+    def error(self) -> float:
+        """Error of the output on the sampled tokens."""
+        quantized = self.input_quantizer(self.sampled) if self.input_quantizer else self.sampled
+        exact = self.sampled @ self.weight.T
+        decoded = self.weight_quantizer(self.weight)
+        return float(self._of_tokens((quantized @ decoded.T - exact).square().sum(dim=-1)))
+
+    def gram(self) -> tuple[Tensor, Tensor]:
+        """Gram matrix of the quantized inputs, and their product with the output error so far.
+
+        With e = quantized weight - weight, the squared output error of a row is
+        e G e + 2 e c + constant.
+        """
+        quantized = self._quantized_inputs()
+        weighed = (quantized * self.shares[:, None]).T
+        gram = weighed @ quantized
+        cross = weighed @ ((quantized - self.inputs) @ self.weight.T)  # (inputs, outputs)
+        return gram, cross.T.contiguous()
+
+    def search_weight(self) -> None:
+        """Weight scales of least output error with the input quantizer as it is."""
+        gram, cross = self.gram()
+        power = gram.diagonal().contiguous()
+
+        def cheap(scale: Tensor, zero: Tensor) -> Tensor:
+            e = self._weight_error(scale, zero)
+            return (e * power).add_(2 * cross).mul_(e).sum(dim=-1)
+
+        def error(scale: Tensor, zero: Tensor) -> Tensor:
+            e = self._weight_error(scale, zero)
+            return (e @ gram).add_(2 * cross).mul_(e).sum(dim=-1)
+
+        self.weight_quantizer = self._searched_weight(error, cheap)
+
+    def _input_errors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Decoded weight, its squared column norms, and the exact output of the sampled tokens."""
+        decoded = self.weight_quantizer(self.weight)
+        return decoded, decoded.square().sum(dim=0), self.sampled @ self.weight.T
+
+    def search_input(self, *, on_output: bool) -> None:
+        """Input scale and zero point of least output error, or of least error of the input."""
+        x, bits = self.sampled, self.bits.activation
+        decoded, power, exact = self._input_errors()
+        if not on_output:
+            power = torch.ones_like(power)
+
+        def cheap(scale: Tensor, zero: Tensor) -> Tensor:
+            guess = on_grid(x, scale[..., None], zero[..., None], bits)
+            return self._of_tokens(guess.sub_(x).square_() @ power)[:, None]
+
+        def error(scale: Tensor, zero: Tensor) -> Tensor:
+            output = on_grid(x, scale[..., None], zero[..., None], bits) @ decoded.T
+            return self._of_tokens(output.sub_(exact).square_().sum(dim=2))[:, None]
+
+        grid = self.method.input_grid(x.reshape(1, -1), bits, self.depth)
+        true = error if on_output else cheap
+        scale, zero = progressive_search(grid, true, self.depth, cheap=cheap, elements=x.numel())
+        self.input_quantizer = UniformQuantizer(bits, scale[0], zero[0])
+
+    def search_log_input(self) -> None:
+        """Scale and base of the shifted logarithmic quantizer of least output error."""
+        method, bits = self.method, self.bits.activation
+        shift = torch.clamp(-self.inputs.min(), min=GELU_MINIMUM)
+        x = self.sampled + shift
+        logs = x.clamp_min(1e-15).log2()
+        decoded, power, exact = self._input_errors()
+        exact = exact + shift * decoded.sum(dim=1)
+        few, few_logs = spread(x, method.tokens // 4), spread(logs, method.tokens // 4)
+
+        def cheap(scale: Tensor, step: Tensor) -> Tensor:
+            guess = log_decoded(few_logs, scale[..., None], step[..., None], method.powers(bits))
+            return self._of_tokens(guess.sub_(few).square_() @ power)[:, None]
+
+        def error(scale: Tensor, step: Tensor) -> Tensor:
+            pairs = zip(scale, step, strict=True)
+            guesses = torch.stack([method.log(bits, s, int(q))(x) for s, q in pairs])
+            squared = (guesses @ decoded.T).sub_(exact).square_().sum(dim=2)
+            return self._of_tokens(squared)[:, None]
+
+        grid = self._log_grid(x, shift, cheap)
+        scale, step = progressive_search(grid, error, self.depth, cheap=cheap, elements=x.numel())
+        self.input_quantizer = method.log(bits, scale, int(step), shift.reshape(1))
+
+    def _log_grid(self, x: Tensor, shift: Tensor, cheap: Error) -> Grid:
+        """The eight best bases at the scale so far, with every scale of a ladder."""
+        positive = x[x > shift] if bool((x > shift).any()) else x.flatten()
+        high = positive.max()
+        near = positive.kthvalue(max(1, round(0.9 * positive.numel()))).values
+        ladder = torch.linspace(0, 1, 16).to(x) * (high - near) + near
+        spacing = ((high - near) / 15).clamp_min(1e-8).reshape(1)
+        start = ladder[-2] if self.input_quantizer is None else self.input_quantizer.scale
+        steps = torch.tensor(list(STEPS), dtype=x.dtype)[:, None]
+        errors = cheap(start.reshape(1, 1).expand(steps.shape), steps)
+        best = steps[errors[:, 0].topk(8, largest=False).indices, 0]
+        scales = torch.cat([ladder, start.reshape(1)])
+        return Grid(
+            scale=scales.repeat(len(best))[:, None],
+            zero=best.repeat_interleave(len(scales))[:, None],
+            spacing=spacing,
+        )
+
+    def finish(self, layer: LinearView, bias: Tensor, fold: NormFold | None) -> LayerFit:
+        """The fit, with the shift of a logarithmic input moved into the bias."""
+        codes, bias = self._codes(bias)
+        quantizer = self.input_quantizer
+        if isinstance(quantizer, LogQuantizer):
+            decoded = self.weight_quantizer.decode(codes)
+            bias = absorb_shift(bias, decoded, quantizer.shift)
+            quantizer = LogQuantizer(
+                quantizer.bits,
+                quantizer.scale,
+                quantizer.shift,
+                torch.zeros_like(quantizer.shift),
+                **quantizer.options(),
+            )
+        return LayerFit(layer.spec, self.bits, codes, bias, self.weight_quantizer, quantizer, fold)
+
+    def _codes(self, bias: Tensor) -> tuple[Tensor, Tensor]:
+        if self.method.compensation == "none":
+            return self.weight_quantizer.encode(self.weight).to(torch.uint8), bias
+        return compensated_codes(
+            self.weight, bias, self.inputs, self._quantized_inputs(), self.weight_quantizer
+        )
