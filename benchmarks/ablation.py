@@ -20,18 +20,13 @@ from typing import Any
 import real
 import torch
 
-from lampq.config import make_config
+from lampq.config import PRESETS, make_config
 from lampq.data import Samples
 from lampq.evaluate import divergence, predict, top1
 from lampq.pipeline import quantize
 
-PUBLISHED: dict[str, Any] = {
-    "rotation": "none",
-    "fit_images": 32,
-    "fit_tokens": "uniform",
-    "fold": "full",
-    "error": "plain",
-}
+FITS = ("rotation", "fit_images", "fit_tokens", "fold", "error")
+PUBLISHED: dict[str, Any] = {name: PRESETS["paper"][name] for name in FITS}
 STEPS: dict[str, dict[str, Any]] = {
     "as published": PUBLISHED,
     "published, 128 images": {**PUBLISHED, "fit_images": 128},

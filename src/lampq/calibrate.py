@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -44,22 +44,31 @@ def tokens_of(module: nn.Module, inputs: Tensor) -> Tensor:
 
 
 @contextmanager
+def _hooked(
+    names: list[str], attach: Callable[[str], torch.utils.hooks.RemovableHandle]
+) -> Iterator[None]:
+    """Hooks on the named modules, removed at the end."""
+    handles = [attach(name) for name in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def recording(model: nn.Module, names: list[str]) -> Iterator[dict[str, tuple[Tensor, ...]]]:
     """Inputs of the named modules in the last forward pass, while the context lasts."""
     seen: dict[str, tuple[Tensor, ...]] = {}
 
-    def record(name: str) -> torch.utils.hooks.RemovableHandle:
+    def attach(name: str) -> torch.utils.hooks.RemovableHandle:
         def keep(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             seen[name] = tuple(arguments)
 
         return model.get_submodule(name).register_forward_pre_hook(keep)
 
-    handles = [record(name) for name in names]
-    try:
+    with _hooked(names, attach):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -67,7 +76,7 @@ def recording_gradients(model: nn.Module, names: list[str]) -> Iterator[dict[str
     """Gradients at the outputs of the named modules in the last backward pass."""
     seen: dict[str, Tensor] = {}
 
-    def record(name: str) -> torch.utils.hooks.RemovableHandle:
+    def attach(name: str) -> torch.utils.hooks.RemovableHandle:
         def keep(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Tensor) -> None:
             if output.requires_grad:
                 output.register_hook(  # type: ignore[no-untyped-call]
@@ -76,12 +85,8 @@ def recording_gradients(model: nn.Module, names: list[str]) -> Iterator[dict[str
 
         return model.get_submodule(name).register_forward_hook(keep)
 
-    handles = [record(name) for name in names]
-    try:
+    with _hooked(names, attach):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
