@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import lampq
 import lampq.cli
+import lampq.typed
 from lampq.cli import TerminalProgress, app
 from lampq.config import RunConfig
 from lampq.data import Samples
@@ -680,7 +681,7 @@ def test_show_of_a_header_without_configuration_is_no_traceback(folder: Path) ->
     ],
 )
 def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
-    assert lampq.cli._bytes(text) == expected
+    assert lampq.typed.size_in_bytes(text) == expected
 
 
 def test_a_target_size_is_kept_by_the_file(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ ORDER = (
     "report",
     "runfolder",
     "terminal",
+    "typed",
     "cli",
 )
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))

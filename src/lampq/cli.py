@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,10 +22,10 @@ from lampq.pipeline import prepare
 from lampq.progress import Progress
 from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan, run_job, score
 from lampq.terminal import TerminalProgress, plan_table, print_result
+from lampq.typed import numbers, preprocessing_with, size_in_bytes, width
 from lampq.types import BitPlan
 from lampq.version import __version__
 
-T = TypeVar("T")
 METHOD, METRIC, EXCHANGES = "Base method", "Metric", "Allocation and exchanges"
 app = typer.Typer(
     add_completion=False,
@@ -54,60 +54,6 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(130) from None
 
     return run
-
-
-def _numbers(text: str | None, name: str, kind: type[T]) -> tuple[T, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(kind(part) for part in text.split(","))  # type: ignore[call-arg]
-    except ValueError:
-        raise ConfigError(f"{name} must be numbers with commas between, got {text!r}") from None
-
-
-def _width(text: str | None) -> str | int | None:
-    return int(text) if text is not None and text.isdigit() else text
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    units = {
-        "kb": 10**3,
-        "mb": 10**6,
-        "gb": 10**9,
-        "kib": 2**10,
-        "mib": 2**20,
-        "gib": 2**30,
-        "b": 1,
-        "": 1,
-    }
-    number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = text[len(number) :].strip().lower()
-    try:
-        return int(float(number) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise ConfigError(f"target-size must be like 3.5MB or 2000000, got {text!r}") from None
-
-
-def _preprocessing(
-    own: Preprocessing, mean: str | None, std: str | None, crop_pct: float | None
-) -> Preprocessing:
-    def stretched(
-        values: tuple[float, ...] | None, fallback: tuple[float, ...]
-    ) -> tuple[float, ...]:
-        if values is None:
-            return fallback
-        if len(values) not in (1, len(fallback)):
-            raise ConfigError(f"the model has {len(fallback)} channels, got {len(values)} numbers")
-        return values * len(fallback) if len(values) == 1 else values
-
-    return Preprocessing(
-        mean=stretched(_numbers(mean, "mean", float), own.mean),
-        std=stretched(_numbers(std, "std", float), own.std),
-        crop_pct=own.crop_pct if crop_pct is None else crop_pct,
-        size=own.size,
-    )
 
 
 @app.command("quantize")
@@ -251,9 +197,9 @@ def quantize_command(
     """Find the width of every layer within a budget and write the quantized model."""
     flags = dict(locals())
     given = {key: flags[key] for key in RunConfig.__slots__ if key in flags}
-    given["choices"] = _numbers(choices, "choices", int)
-    given["target_size"] = _bytes(target_size)
-    given["edge_bits"], given["matmul_bits"] = _width(edge_bits), _width(matmul_bits)
+    given["choices"] = numbers(choices, "choices", int)
+    given["target_size"] = size_in_bytes(target_size)
+    given["edge_bits"], given["matmul_bits"] = width(edge_bits), width(matmul_bits)
     from_file = {} if config is None else read_toml(config)
     settings = make_config({**from_file, **{k: v for k, v in given.items() if v is not None}})
     layer_plan = None if plan is None else read_plan(plan)
@@ -276,7 +222,7 @@ def quantize_command(
         "crop_pct": crop_pct,
     }
     work = open_work(out, fingerprint_of(settings, inputs), resume=resume)
-    how = _preprocessing(loaded.preprocessing, mean, std, crop_pct)
+    how = preprocessing_with(loaded.preprocessing, mean, std, crop_pct)
     samples = (
         bundled_samples("calib")
         if calib is None
@@ -336,7 +282,7 @@ def eval_command(
     model = load_checkpoint(checkpoint)
     bundled = header.source.kind == "bundled"
     own = header.preprocessing or preprocessing_of(header.source.build())
-    how = _preprocessing(own, mean, std, crop_pct)
+    how = preprocessing_with(own, mean, std, crop_pct)
     if data is None and not bundled:
         raise ConfigError("give the pictures to score with --data DIR")
     samples = (

@@ -1,0 +1,69 @@
+"""Values as they are typed on the command line."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from lampq.data import Preprocessing
+from lampq.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def numbers(text: str | None, name: str, kind: type[T]) -> tuple[T, ...] | None:
+    """Numbers with commas between."""
+    if text is None:
+        return None
+    try:
+        return tuple(kind(part) for part in text.split(","))  # type: ignore[call-arg]
+    except ValueError:
+        raise ConfigError(f"{name} must be numbers with commas between, got {text!r}") from None
+
+
+def width(text: str | None) -> str | int | None:
+    """A width, or a word for one."""
+    return int(text) if text is not None and text.isdigit() else text
+
+
+def size_in_bytes(text: str | None) -> int | None:
+    """A size with or without a unit."""
+    if text is None:
+        return None
+    units = {
+        "kb": 10**3,
+        "mb": 10**6,
+        "gb": 10**9,
+        "kib": 2**10,
+        "mib": 2**20,
+        "gib": 2**30,
+        "b": 1,
+        "": 1,
+    }
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text[len(number) :].strip().lower()
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(f"target-size must be like 3.5MB or 2000000, got {text!r}") from None
+
+
+def preprocessing_with(
+    own: Preprocessing, mean: str | None, std: str | None, crop_pct: float | None
+) -> Preprocessing:
+    """The model's own preprocessing, with what was typed instead."""
+
+    def stretched(
+        values: tuple[float, ...] | None, fallback: tuple[float, ...]
+    ) -> tuple[float, ...]:
+        if values is None:
+            return fallback
+        if len(values) not in (1, len(fallback)):
+            raise ConfigError(f"the model has {len(fallback)} channels, got {len(values)} numbers")
+        return values * len(fallback) if len(values) == 1 else values
+
+    return Preprocessing(
+        mean=stretched(numbers(mean, "mean", float), own.mean),
+        std=stretched(numbers(std, "std", float), own.std),
+        crop_pct=own.crop_pct if crop_pct is None else crop_pct,
+        size=own.size,
+    )
