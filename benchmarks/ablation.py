@@ -9,16 +9,15 @@ float model is measured on the other 200. All models are uniform, with eight-bit
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import real
 import torch
+from rows import Row, command_line, compute, read
 
 from lampq.config import PRESETS, make_config
 from lampq.data import Samples
@@ -53,7 +52,7 @@ def split(samples: Samples, seed: int) -> tuple[Samples, Samples]:
     return first, second
 
 
-def measure(samples: Samples, bits: int, seed: int, options: dict[str, Any]) -> dict[str, float]:
+def measure(samples: Samples, bits: int, seed: int, options: dict[str, Any]) -> Row:
     """Divergence and accuracy of one uniform model on the images that it has not seen."""
     model = real.model().model
     given, held = split(samples, seed)
@@ -64,62 +63,49 @@ def measure(samples: Samples, bits: int, seed: int, options: dict[str, Any]) -> 
     return {"kl": divergence(logits, predict(model, held)), "top1": top1(logits, held.labels)}
 
 
-def jobs(seeds: int) -> Iterator[tuple[str, int, int]]:
-    """Every row: name, width, seed."""
+def jobs(seeds: int) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Every row, by key."""
+    samples = real.calibration()
     for seed in range(seeds):
         for name in STEPS:
             for bits in (4, 3):
-                yield name, bits, seed
+                yield (
+                    _key(name, bits, seed),
+                    partial(measure, samples, bits, seed, STEPS[name]),
+                )
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def _key(name: str, bits: int, seed: int) -> str:
+    return f"{name}, {bits} bits, seed {seed}"
+
+
+def table(rows: list[Row]) -> str:
     """Mean and range over the seeds, in Markdown."""
+    found = {row["key"]: row["kl"] for row in rows}
     lines = ["| fits | KL at 4 bits | KL at 3 bits |", "|---|---|---|"]
     for name in STEPS:
         cells = []
         for bits in (4, 3):
-            found = [row["kl"] for row in rows if (row["name"], row["bits"]) == (name, bits)]
-            if found:
-                spread = f"{min(found):.2f} to {max(found):.2f}"
-                cells.append(f"{statistics.mean(found):.2f} ({spread})")
-            else:
-                cells.append("-")
+            keys = (_key(name, bits, seed) for seed in range(len(rows)))
+            values = [found[key] for key in keys if key in found]
+            cells.append(
+                f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+                if values
+                else "-"
+            )
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Compute the rows that the results file does not have yet."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("runs/ablation.jsonl"))
+    """Compute the rows that the results file does not have yet, or print them."""
+    parser = command_line(__doc__, Path("runs/ablation.jsonl"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="rows whose name contains this text")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--table", action="store_true", help="print the rows as Markdown")
     options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    lines = options.results.read_text().splitlines() if options.results.exists() else []
-    rows = [json.loads(line) for line in lines]
     if options.table:
-        print(table(rows))
+        print(table(read(options.results)))
         return
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    done = {(row["name"], row["bits"], row["seed"]) for row in rows}
-    samples = real.calibration()
-    for name, bits, seed in jobs(options.seeds):
-        if (name, bits, seed) in done or options.only not in name:
-            continue
-        row = {
-            "name": name,
-            "bits": bits,
-            "seed": seed,
-            **measure(samples, bits, seed, STEPS[name]),
-        }
-        row["date"] = datetime.now(UTC).date().isoformat()
-        with options.results.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(row) + "\n")
-        print(f"{name}, {bits} bits, seed {seed}: KL {row['kl']:.3f}", flush=True)
+    compute(options, lambda: jobs(options.seeds))
 
 
 if __name__ == "__main__":

@@ -6,16 +6,14 @@ python benchmarks/reproduce.py --results runs/reproduction.jsonl --table
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import real
 import torch
+from rows import Row, command_line, compute, read
 
 from lampq.allocate import random_plan
 from lampq.config import make_config
@@ -25,8 +23,6 @@ from lampq.models import LoadedModel
 from lampq.pipeline import Result, Run, quantize
 from lampq.progress import Progress
 from lampq.types import BitPlan, Budget
-
-Row = dict[str, Any]
 
 
 class Bench:
@@ -111,7 +107,7 @@ def randoms(bench: Bench, bits: int, draws: int) -> Iterator[tuple[str, Callable
         return {**bench.score(model), "mean_weight_bits": plan.mean_weight_bits}
 
     for draw in range(draws):
-        yield f"random {bits} draw {draw}", lambda draw=draw: score(draw)
+        yield f"random {bits} draw {draw}", partial(score, draw)
 
 
 def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
@@ -121,14 +117,14 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
         for method in ("adalog", "repq", "minmax"):
             yield (
                 f"uniform {method} {bits} seed 0 edge target",
-                lambda m=method, b=bits: uniform(bench, m, b, 0, "target"),
+                partial(uniform, bench, method, bits, 0, "target"),
             )
     for seed in range(3):
         for preset in ("best", "paper"):
             for bits in (4, 3):
                 yield (
                     f"{preset} {bits} seed {seed}",
-                    lambda p=preset, b=bits, s=seed: mixed(bench, p, b, s),
+                    partial(mixed, bench, preset, bits, seed),
                 )
     yield from randoms(bench, 3, 10)
     for seed in (1, 2):
@@ -136,7 +132,7 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
             for method in ("adalog", "repq"):
                 yield (
                     f"uniform {method} {bits} seed {seed} edge target",
-                    lambda m=method, b=bits, s=seed: uniform(bench, m, b, s, "target"),
+                    partial(uniform, bench, method, bits, seed, "target"),
                 )
 
 
@@ -160,29 +156,12 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Compute the rows that the results file does not have yet."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("runs/reproduction.jsonl"))
-    parser.add_argument("--only", default="", help="keys that contain this text")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--table", action="store_true", help="print the rows as Markdown")
-    options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    """Compute the rows that the results file does not have yet, or print them."""
+    options = command_line(__doc__, Path("runs/reproduction.jsonl")).parse_args()
     if options.table:
-        print(table([json.loads(line) for line in options.results.read_text().splitlines()]))
+        print(table(read(options.results)))
         return
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    lines = options.results.read_text().splitlines() if options.results.exists() else []
-    done = {json.loads(line)["key"] for line in lines}
-    for key, compute in jobs(Bench()):
-        if key in done or options.only not in key:
-            continue
-        start = time.perf_counter()
-        row = {"key": key, **compute(), "date": datetime.now(UTC).date().isoformat()}
-        with options.results.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(row) + "\n")
-        print(f"{key}: top-1 {row['top1']:.2f} ({time.perf_counter() - start:.0f} s)", flush=True)
+    compute(options, lambda: jobs(Bench()))
 
 
 if __name__ == "__main__":
