@@ -184,8 +184,12 @@ def collect(
                     left, right = (operand.detach() for operand in seen[name])
                     index = _draw(len(left), quotas[1], generator)
                     kept[name].append((left[index], right[index]))
+            # the last batch holds its whole graph
+            seen.clear()
+            slopes.clear()
     stats: dict[str, Stats] = {}
-    for name, parts in kept.items():
-        joined = [torch.cat(column) for column in zip(*parts, strict=True)]
+    for name in names:
+        # joined one by one, so that no more than one site is in memory twice
+        joined = [torch.cat(column) for column in zip(*kept.pop(name), strict=True)]
         stats[name] = LayerStats(joined[0]) if name in layers else MatmulStats(*joined)
     return stats
