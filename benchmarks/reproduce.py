@@ -16,19 +16,22 @@ import torch
 from rows import Row, command_line, compute, read
 
 from lampq.allocate import random_plan
+from lampq.artifact.fits import FitFolder
 from lampq.config import make_config
 from lampq.data import Samples
 from lampq.evaluate import divergence, predict, top1
 from lampq.models import LoadedModel
-from lampq.pipeline import Result, Run, quantize
-from lampq.progress import Progress
+from lampq.pipeline import Result, quantize
+from lampq.progress import Journal, Progress
+from lampq.scoring import Run
 from lampq.types import BitPlan, Budget
 
 
 class Bench:
     """Model, images and float logits, loaded once."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Path) -> None:
+        self.work = work
         self.loaded: LoadedModel = real.model()
         self.calibration: Samples = real.calibration()
         self.evaluation: Samples = real.evaluation()
@@ -48,14 +51,16 @@ class Bench:
         }
 
     def run(self, **options: Any) -> tuple[Result, Progress]:
-        """One run on the calibration images."""
-        progress = Progress()
-        result = quantize(
-            self.loaded.model,
-            self.calibration,
-            config=make_config(options),
-            run=Run(progress=progress),
-        )
+        """One run on the calibration images.
+
+        Runs of one method, preset and seed share their fits and measures: these do not depend on
+        the target. Nor do scores of plans get mixed up, as a plan has the mean width of its target.
+        """
+        progress, config = Progress(), make_config(options)
+        folder = self.work / f"{config.method} {config.preset} {config.seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        run = Run(progress, Journal(folder / "journal.jsonl"), FitFolder(folder / "fits"))
+        result = quantize(self.loaded.model, self.calibration, config=config, run=run)
         return result, progress
 
 
@@ -76,11 +81,14 @@ def uniform(bench: Bench, method: str, bits: int, seed: int, edge: str | int) ->
 
 
 def mixed(bench: Bench, preset: str, bits: int, seed: int) -> Row:
-    """A preset's plan, and the uniform plan of the same options."""
+    """A preset's plan, and for `best` the uniform plan of the same options.
+
+    For `paper` that is the row of the uniform method.
+    """
     result, progress = bench.run(preset=preset, bits=bits, seed=seed)
     return {
         **bench.score(result.model),
-        "uniform": bench.score(result.uniform_model()),
+        **({"uniform": bench.score(result.uniform_model())} if preset == "best" else {}),
         "calibration_kl": {k: -q.agreement for k, q in result.calibration.items()},
         "mean_weight_bits": result.plan.mean_weight_bits,
         "mean_activation_bits": result.plan.mean_activation_bits,
@@ -161,7 +169,7 @@ def main() -> None:
     if options.table:
         print(table(read(options.results)))
         return
-    compute(options, lambda: jobs(Bench()))
+    compute(options, lambda: jobs(Bench(options.results.with_suffix(".work"))))
 
 
 if __name__ == "__main__":
