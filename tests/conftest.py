@@ -18,9 +18,10 @@ from lampq.calibrate import Stats, collect
 from lampq.data import Samples
 from lampq.graph.attention import explicit
 from lampq.graph.discover import discover
+from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.quant.base import Quantizer, describe
-from lampq.quant.modules import LayerFit
-from lampq.types import ModelGraph
+from lampq.quant.modules import LayerFit, MatmulFit
+from lampq.types import BitPlan, LayerBits, ModelGraph
 
 CLASSES = 10
 
@@ -62,6 +63,14 @@ def same_fit(one: LayerFit, other: LayerFit) -> bool:
         and all(torch.equal(fold.ratio, folds[0].ratio) for fold in folds)
         and all(torch.equal(fold.shift, folds[0].shift) for fold in folds)
     )
+
+
+def fits_of(case: Case, method: str, bits: int) -> tuple[list[LayerFit], list[MatmulFit]]:
+    """Fits of all sites of a tiny model at one width."""
+    width = LayerBits(bits, bits)
+    sites = SiteWidths(width, bits)
+    cache = FitCache(case.model, case.graph, METHODS.get(method)(), case.stats, sites)
+    return cache.of_plan(BitPlan.uniform(case.graph.allocatable, width))
 
 
 def _shaken(model: nn.Module, seed: int) -> nn.Module:

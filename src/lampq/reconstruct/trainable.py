@@ -1,0 +1,239 @@
+"""Quantized sites whose codes, scales and biases can be trained, and the way back to fits.
+
+Codes are trained either freely, straight through a weight that is held in units of its scale, or
+between the two nearest codes as in AdaRound (Nagel et al., ICML 2020). Scales are trained by their
+logarithm, so that they stay positive and one learning rate suits all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lampq.quant.base import Quantizer
+from lampq.quant.fold import absorb_shift
+from lampq.quant.log import LogQuantizer
+from lampq.quant.modules import (
+    LayerFit,
+    MatmulFit,
+    QuantMatMul,
+    install_,
+    quantized_layer,
+    replace_module,
+)
+from lampq.quant.uniform import UniformQuantizer
+from lampq.reconstruct.straight import logarithmic, uniform
+
+Rounding = Literal["free", "nearest two"]
+# the stretched sigmoid of AdaRound
+LOW, HIGH = -0.1, 1.1
+
+
+class TrainableQuantizer(nn.Module):
+    """An activation quantizer with a trained scale, if its kind has one.
+
+    ``drop`` is the share of values that are left as they are (QDrop, Wei et al., ICLR 2022).
+    """
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        super().__init__()
+        self.original = quantizer
+        self.drop = 0.0
+        self.log_scale: nn.Parameter | None = None
+        if isinstance(quantizer, UniformQuantizer | LogQuantizer):
+            self.log_scale = nn.Parameter(quantizer.scale.log())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X rounded, or partly so."""
+        rounded = self._rounded(x)
+        if not self.drop:
+            return rounded
+        return torch.where(torch.rand_like(x) < self.drop, x, rounded)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        quantizer = self.original
+        if self.log_scale is None:
+            rounded: Tensor = quantizer(x.detach())
+            return x + (rounded - x.detach())
+        scale = self.log_scale.exp()
+        if isinstance(quantizer, UniformQuantizer):
+            return uniform(x, scale, quantizer.zero, quantizer.bits)
+        assert isinstance(quantizer, LogQuantizer), "only these two kinds have a trained scale"
+        levels = (quantizer.levels + quantizer.offset) / quantizer.scale
+        per_octave = quantizer.denominator / quantizer.step
+        return logarithmic(x + quantizer.shift, scale, levels, per_octave) - quantizer.offset
+
+    def fitted(self) -> Quantizer:
+        """The quantizer with the trained scale."""
+        quantizer = self.original
+        if self.log_scale is None:
+            return quantizer
+        scale = self.log_scale.detach().exp()
+        if isinstance(quantizer, UniformQuantizer):
+            return UniformQuantizer(quantizer.bits, scale, quantizer.zero)
+        assert isinstance(quantizer, LogQuantizer), "only these two kinds have a trained scale"
+        return LogQuantizer(
+            quantizer.bits, scale, quantizer.shift, quantizer.offset, **quantizer.options()
+        )
+
+
+def _with_offset(quantizer: LogQuantizer, offset: Tensor) -> LogQuantizer:
+    return LogQuantizer(
+        quantizer.bits, quantizer.scale, quantizer.shift, offset, **quantizer.options()
+    )
+
+
+class TrainableLayer(nn.Module):
+    """A quantized linear layer or convolution with trained codes, weight scales and bias.
+
+    A shift that the bias has absorbed is taken out of it again while the codes change.
+    """
+
+    def __init__(self, fit: LayerFit, original: nn.Module, rounding: Rounding) -> None:
+        super().__init__()
+        assert isinstance(original, nn.Linear | nn.Conv2d), "discovery names linear layers only"
+        self.fit, self.shape, self.rounding = fit, tuple(original.weight.shape), rounding
+        self.meta = copy.deepcopy(original).to("meta")
+        self.absorbed = False
+        bias, inputs = fit.bias, fit.input_quantizer
+        if isinstance(inputs, LogQuantizer) and not torch.equal(inputs.offset, inputs.shift):
+            self.absorbed = True
+            bias = absorb_shift(bias, fit.weight, inputs.offset - inputs.shift)
+            inputs = _with_offset(inputs, inputs.shift)
+        self.bias = nn.Parameter(bias.clone())
+        self.input_quantizer = None if inputs is None else TrainableQuantizer(inputs)
+        self.latent: nn.Parameter | None = None
+        self.log_scale: nn.Parameter | None = None
+        self.register_buffer("floor", None)
+        self.floor: Tensor | None
+        quantizer = fit.weight_quantizer
+        if isinstance(quantizer, UniformQuantizer):
+            weight = original.weight.detach().flatten(1)
+            if fit.fold is not None:
+                weight, _ = fit.fold.of_linear(weight, bias)
+            position = _in_cell(weight / quantizer.scale + quantizer.zero, fit.codes, quantizer)
+            if rounding == "free":
+                self.latent = nn.Parameter(position)
+                self.log_scale = nn.Parameter(quantizer.scale.log())
+            else:
+                self.floor = position.clamp(0, quantizer.n_codes - 1).floor()
+                part = (position - self.floor).clamp(0.01, 0.99)
+                self.latent = nn.Parameter(torch.logit((part - LOW) / (HIGH - LOW)))
+
+    def up(self) -> Tensor:
+        """How far each weight is rounded up, 0..1 ("nearest two" only)."""
+        assert self.latent is not None, "only trained codes are rounded"
+        return (self.latent.sigmoid() * (HIGH - LOW) + LOW).clamp(0, 1)
+
+    def weight(self) -> Tensor:
+        """The decoded weight (outputs, inputs), differentiable."""
+        quantizer = self.fit.weight_quantizer
+        if self.latent is None:
+            return self.fit.weight
+        assert isinstance(quantizer, UniformQuantizer), "only these codes are trained"
+        if self.floor is not None:
+            codes = (self.floor + self.up()).clamp(0, quantizer.n_codes - 1)
+            return (codes - quantizer.zero) * quantizer.scale
+        assert self.log_scale is not None, "free codes have a trained scale"
+        one, none = self.latent.new_ones(1), self.latent.new_zeros(1)
+        codes = uniform(self.latent, one, none, quantizer.bits)
+        return (codes - quantizer.zero) * self.log_scale.exp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer on the quantized input."""
+        inputs = x if self.input_quantizer is None else self.input_quantizer(x)
+        weight = self.weight().view(self.shape)
+        if isinstance(self.meta, nn.Conv2d):
+            conv = self.meta
+            return F.conv2d(inputs, weight, self.bias, conv.stride, conv.padding, conv.dilation)
+        return F.linear(inputs, weight, self.bias)
+
+    @torch.no_grad()
+    def fitted(self) -> LayerFit:
+        """The fit with the trained codes, scales and bias; the fold is in the norm already."""
+        fit, quantizer, codes = self.fit, self.fit.weight_quantizer, self.fit.codes
+        if self.latent is not None:
+            assert isinstance(quantizer, UniformQuantizer), "only these codes are trained"
+            position = self.latent if self.floor is None else self.floor + (self.up() >= 0.5)
+            codes = position.round().clamp(0, quantizer.n_codes - 1).to(torch.uint8)
+            if self.log_scale is not None:
+                scale = self.log_scale.exp()
+                quantizer = UniformQuantizer(quantizer.bits, scale, quantizer.zero)
+        bias = self.bias.detach().clone()
+        inputs = None if self.input_quantizer is None else self.input_quantizer.fitted()
+        if self.absorbed:
+            assert isinstance(inputs, LogQuantizer), "only its shift is absorbed"
+            bias = absorb_shift(bias, quantizer.decode(codes), inputs.shift)
+            inputs = _with_offset(inputs, torch.zeros_like(inputs.shift))
+        return LayerFit(fit.spec, fit.bits, codes, bias, quantizer, inputs)
+
+
+def _in_cell(position: Tensor, codes: Tensor, quantizer: UniformQuantizer) -> Tensor:
+    """Positions on the grid, moved as little as needed to round to these codes."""
+    code, top = codes.to(position), quantizer.n_codes - 1
+    low = torch.where(code == 0, -torch.inf, code - 0.49)
+    high = torch.where(code == top, torch.inf, code + 0.49)
+    return torch.minimum(torch.maximum(position, low), high)
+
+
+class TrainableMatMul(nn.Module):
+    """An attention product with trained operand scales."""
+
+    def __init__(self, fit: MatmulFit) -> None:
+        super().__init__()
+        self.spec = fit.spec
+        self.left, self.right = TrainableQuantizer(fit.left), TrainableQuantizer(fit.right)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """A @ b with both operands quantized."""
+        product: Tensor = self.left(a) @ self.right(b)
+        return product
+
+    def fitted(self) -> MatmulFit:
+        """The fit with the trained scales."""
+        return MatmulFit(self.spec, self.left.fitted(), self.right.fitted())
+
+
+def trainable(
+    model: nn.Module,
+    layers: Iterable[LayerFit],
+    matmuls: Iterable[MatmulFit],
+    rounding: Rounding = "free",
+) -> nn.Module:
+    """A copy of the float model, in its explicit form, with trainable quantized sites."""
+    opened = copy.deepcopy(model)
+    for fit in layers:
+        original = opened.get_submodule(fit.spec.name)
+        install_(opened, fit)  # folds the norm
+        replace_module(opened, fit.spec.name, TrainableLayer(fit, original, rounding))
+    for matmul in matmuls:
+        replace_module(opened, matmul.spec.name, TrainableMatMul(matmul))
+    return opened.eval()
+
+
+def fitted(model: nn.Module) -> nn.Module:
+    """A copy of a trained model with its sites quantized for good."""
+    frozen = copy.deepcopy(model)
+    for name, module in list(frozen.named_modules()):
+        if isinstance(module, TrainableLayer):
+            replace_module(frozen, name, quantized_layer(module.fitted(), module.meta))
+        elif isinstance(module, TrainableMatMul):
+            replace_module(frozen, name, QuantMatMul(module.fitted()))
+    for parameter in frozen.parameters():
+        parameter.requires_grad = False
+    return frozen.eval()
+
+
+def quantizers(module: nn.Module) -> Iterator[TrainableQuantizer]:
+    """The activation quantizers inside a module."""
+    return (part for part in module.modules() if isinstance(part, TrainableQuantizer))
+
+
+def layers_of(module: nn.Module) -> Iterator[TrainableLayer]:
+    """The quantized layers inside a module."""
+    return (part for part in module.modules() if isinstance(part, TrainableLayer))

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import Case, fits_of
+from torch import Tensor, nn
+
+from lampq.calibrate import recording
+from lampq.data import Samples
+from lampq.evaluate import divergence, predict
+from lampq.quant.modules import QuantLayer, assemble
+from lampq.reconstruct import BlockRecipe, Distill, Finish, Finisher, Rates
+from lampq.reconstruct import feed as feeds
+from lampq.reconstruct.blocks import fisher_weights, tail
+from lampq.reconstruct.distill import shown
+from lampq.reconstruct.feed import Feed, room
+from lampq.reconstruct.trainable import trainable
+
+QDROP = BlockRecipe("nearest two", Rates(1e-2, 4e-4, 0.0), iterations=60, batch=4)
+FINISHERS: dict[str, Finisher] = {
+    "qdrop": QDROP,
+    "float inputs": replace(QDROP, inputs="float", drop=0.0),
+    "prediction": replace(QDROP, prediction=10.0),
+    "fisher": replace(QDROP, rounding="free", loss="fisher", rates=Rates(1e-2, 1e-3, 1e-3)),
+    "distill": Distill(Rates(1e-2, 1e-3, 1e-3), iterations=60, batch=4, keep=10),
+}
+
+
+class Memory:
+    """A store in memory that counts."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Mapping[str, Tensor]] = {}
+
+    def load(self, key: str) -> Mapping[str, Tensor] | None:
+        return self.kept.get(key)
+
+    def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        self.kept[key] = {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def job_of(case: Case, bits: int = 3) -> Finish:
+    layers, matmuls = fits_of(case, "minmax", bits)
+    images = torch.randn(24, *case.samples.images.shape[1:])
+    return Finish(case.model, case.graph, tuple(layers), tuple(matmuls), Samples(images))
+
+
+def gap(job: Finish, model: nn.Module) -> float:
+    return divergence(predict(model, job.samples), predict(job.model, job.samples))
+
+
+@pytest.mark.parametrize("name", FINISHERS)
+def test_every_finisher_comes_closer_to_the_float_model(case: Case, name: str) -> None:
+    torch.manual_seed(0)
+    job = job_of(case)
+    before = assemble(job.model, job.layers, job.matmuls)
+    after = FINISHERS[name](job)
+    assert gap(job, after) < gap(job, before)
+    for part in after.modules():
+        if isinstance(part, QuantLayer):
+            assert int(part.codes.max()) < 2**part.bits.weight
+
+
+@pytest.mark.parametrize("name", ["qdrop", "distill"])
+def test_the_same_seed_gives_the_same_model(vit: Case, name: str) -> None:
+    torch.manual_seed(0)
+    job = job_of(vit)
+    one, other = (FINISHERS[name](job).state_dict() for _ in range(2))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", ["fisher", "distill"])
+def test_an_interrupted_run_goes_on_and_ends_the_same(vit: Case, name: str) -> None:
+    torch.manual_seed(0)
+    job = job_of(vit)
+    whole = FINISHERS[name](job).state_dict()
+    store = Memory()
+
+    class Stop:
+        def __init__(self) -> None:
+            self.left = 80 if name == "fisher" else 45
+
+        def track(self, items: object, label: str, total: int | None = None) -> object:
+            del label, total
+            for item in items:  # type: ignore[attr-defined]
+                if self.left == 0:
+                    raise KeyboardInterrupt
+                self.left -= 1
+                yield item
+
+    with pytest.raises(KeyboardInterrupt):
+        FINISHERS[name](replace(job, store=store, progress=Stop()))  # type: ignore[arg-type]
+    assert store.kept
+    resumed = FINISHERS[name](replace(job, store=store)).state_dict()
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_the_float_model_and_the_random_state_are_left_alone(vit: Case) -> None:
+    torch.manual_seed(0)
+    job = job_of(vit)
+    before = {key: value.clone() for key, value in job.model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    for name in ("qdrop", "distill"):
+        FINISHERS[name](job)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(before[key], value) for key, value in job.model.state_dict().items())
+
+
+def test_the_feed_gives_what_each_block_gets(case: Case) -> None:
+    torch.manual_seed(0)
+    job = job_of(case)
+    model = trainable(job.model, job.layers, job.matmuls)
+    blocks = case.graph.blocks
+    feed = Feed(job.model, model, blocks, job.samples)
+    images = job.samples.inputs(slice(None))
+    with recording(job.model, list(blocks)) as exact, recording(model, list(blocks)) as quantized:
+        with torch.no_grad():
+            job.model(images)
+            model(images)
+        for number, name in enumerate(blocks):
+            torch.testing.assert_close(feed.float_inputs, exact[name][0], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(feed.inputs, quantized[name][0], rtol=1e-2, atol=1e-2)
+            if number + 1 < len(blocks):
+                feed.advance()
+
+
+def test_the_tail_of_a_model_gives_its_logits(case: Case) -> None:
+    images = case.samples.inputs(slice(0, 3))
+    expected = case.model(images)
+    for number, name in enumerate(case.graph.blocks):
+        outputs = []
+        handle = case.model.get_submodule(name).register_forward_hook(
+            lambda _m, _a, output, outputs=outputs: outputs.append(output)
+        )
+        case.model(images)
+        handle.remove()
+        with tail(case.model, case.graph.blocks, number) as rest:
+            torch.testing.assert_close(rest(images, outputs[0]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_large_arrays_live_in_a_file(monkeypatch: pytest.MonkeyPatch, vit: Case) -> None:
+    like = torch.ones(1, 3, 4)
+    assert room(10, like).shape == room(10, like, limit=0).shape == (10, 3, 4)
+    torch.manual_seed(0)
+    job = job_of(vit)
+    inside = QDROP(job).state_dict()
+    monkeypatch.setattr(feeds.room, "__defaults__", (0,))
+    outside = QDROP(job).state_dict()
+    assert all(torch.equal(inside[key], outside[key]) for key in inside)
+
+
+def test_fisher_weights_average_to_one(vit: Case) -> None:
+    weights = fisher_weights(vit.model, vit.graph.blocks, vit.samples, 0)
+    assert set(weights) == set(vit.graph.blocks)
+    for weight in weights.values():
+        torch.testing.assert_close(float(weight.mean()), 1.0)
+        assert float(weight.min()) >= 0.1
+
+
+def test_pictures_are_shown_cropped_and_mirrored_or_as_they_are() -> None:
+    images = torch.arange(2 * 3 * 8 * 8).view(2, 3, 8, 8).float()
+    samples, index = Samples(images), torch.tensor([1, 0])
+    assert torch.equal(shown(samples, index, 1.0, mirror=False), images[index])
+    torch.manual_seed(0)
+    views = [shown(samples, index[:1], 1.0, mirror=True)[0] for _ in range(20)]
+    mirrored = [torch.equal(view, images[1].flip(-1)) for view in views]
+    assert all(m or torch.equal(v, images[1]) for m, v in zip(mirrored, views, strict=True))
+    assert 0 < sum(mirrored) < 20
+    cropped = shown(samples, index, 0.3, mirror=False)
+    assert cropped.shape == images.shape
+    assert not torch.equal(cropped, images[index])
