@@ -53,15 +53,23 @@ def gap(job: Finish, model: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("name", FINISHERS)
-def test_every_finisher_comes_closer_to_the_float_model(case: Case, name: str) -> None:
+def test_every_finisher_comes_closer_to_the_float_model(vit: Case, name: str) -> None:
     torch.manual_seed(0)
-    job = job_of(case)
+    job = job_of(vit)
     before = assemble(job.model, job.layers, job.matmuls)
-    after = FINISHERS[name](job)
-    assert gap(job, after) < gap(job, before)
-    for part in after.modules():
-        if isinstance(part, QuantLayer):
-            assert int(part.codes.max()) < 2**part.bits.weight
+    assert gap(job, FINISHERS[name](job)) < gap(job, before)
+
+
+@pytest.mark.parametrize("name", FINISHERS)
+def test_every_finisher_runs_on_windows_and_keeps_the_widths(swin: Case, name: str) -> None:
+    torch.manual_seed(0)
+    job = job_of(swin)
+    after = replace(FINISHERS[name], iterations=2)(job)  # type: ignore[type-var]
+    assert bool(torch.isfinite(predict(after, job.samples)).all())
+    widths = {fit.spec.name: fit.bits for fit in job.layers}
+    found = {n: m for n, m in after.named_modules() if isinstance(m, QuantLayer)}
+    assert {name: layer.bits for name, layer in found.items()} == widths
+    assert all(int(layer.codes.max()) < 2**layer.bits.weight for layer in found.values())
 
 
 @pytest.mark.parametrize("name", ["qdrop", "distill"])
@@ -120,11 +128,12 @@ def test_the_feed_gives_what_each_block_gets(case: Case) -> None:
         with torch.no_grad():
             job.model(images)
             model(images)
-        for number, name in enumerate(blocks):
-            torch.testing.assert_close(feed.float_inputs, exact[name][0], rtol=1e-3, atol=1e-3)
-            torch.testing.assert_close(feed.inputs, quantized[name][0], rtol=1e-2, atol=1e-2)
-            if number + 1 < len(blocks):
-                feed.advance()
+    for number, name in enumerate(blocks):
+        torch.testing.assert_close(feed.float_inputs, exact[name][0], rtol=1e-3, atol=1e-3)
+        close = torch.isclose(feed.inputs, quantized[name][0], rtol=1e-3, atol=1e-3)
+        assert float(close.double().mean()) > 0.99  # a batch of another size may round differently
+        if number + 1 < len(blocks):
+            feed.advance()
 
 
 def test_the_tail_of_a_model_gives_its_logits(case: Case) -> None:

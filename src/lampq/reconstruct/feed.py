@@ -35,7 +35,8 @@ def room(rows: int, like: Tensor, limit: int = IN_MEMORY) -> Tensor:
     if rows * like[0].numel() * like.element_size() <= limit:
         return torch.empty(shape, dtype=like.dtype)
     kind = np.dtype(str(like.dtype).removeprefix("torch."))
-    return torch.from_numpy(np.memmap(tempfile.TemporaryFile(), kind, "w+", shape=shape))
+    with tempfile.TemporaryFile() as file:  # the mapping outlives the handle
+        return torch.from_numpy(np.memmap(file, kind, "w+", shape=shape))
 
 
 @torch.no_grad()
