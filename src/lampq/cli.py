@@ -90,6 +90,13 @@ def quantize_command(
         str | None,
         typer.Option(help="how their tokens are drawn: fisher or uniform", rich_help_panel=METHOD),
     ] = None,
+    fit_inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="of the float model or behind quantized sites: published, float or quantized",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
     search: Annotated[
         str | None,
         typer.Option(help="fast or exhaustive (the published depth)", rich_help_panel=METHOD),

@@ -37,6 +37,7 @@ class RunConfig:
     rotation: Literal["none", "attention"] = "attention"
     fit_images: int = 128
     fit_tokens: Literal["uniform", "fisher"] = "fisher"
+    fit_inputs: Literal["published", "float", "quantized"] = "published"
     search: Literal["fast", "exhaustive"] = "fast"
     zero_code: Literal["extra", "reserved"] = "extra"
     onebit: Literal["adalog", "affine"] = "affine"

@@ -14,7 +14,7 @@ from torch import nn
 from lampq.allocate import ALLOCATORS, Allocator, check_feasible
 from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
 from lampq.artifact.pack import packed_size
-from lampq.calibrate import collect
+from lampq.calibrate import Stats, collect
 from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples, gather
 from lampq.errors import BudgetError, ConfigError
@@ -24,6 +24,7 @@ from lampq.graph.discover import discover, missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
 from lampq.graph.rotate import rotate_attention_
 from lampq.methods import METHODS, FitCache, Method, SiteWidths
+from lampq.methods.sequential import collect_in_order
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
 from lampq.quant.modules import assemble
@@ -194,13 +195,7 @@ def _quantize(
     samples = samples.subset(config.images, config.seed)
     with run.progress.stage("collect"):
         graph = verify_norms(opened, graph, samples.inputs(slice(0, 2)))
-        stats = collect(
-            opened,
-            graph,
-            samples.subset(config.fit_images, config.seed),
-            tokens=config.fit_tokens,
-            seed=config.seed,
-        )
+        stats = _statistics(job, graph, samples.subset(config.fit_images, config.seed), config, run)
     fits = FitCache(
         opened,
         graph,
@@ -259,6 +254,28 @@ def _quantize(
         steps,
         calibration,
         (),
+    )
+
+
+def _statistics(
+    job: Prepared, graph: ModelGraph, samples: Samples, config: RunConfig, run: Run
+) -> Mapping[str, Stats]:
+    """What every site sees: in the float model, or behind sites at the target width."""
+    quantized = config.fit_inputs == "quantized"
+    if config.fit_inputs == "published":
+        quantized = getattr(job.method, "sequential", False)
+    if not quantized:
+        return collect(job.model, graph, samples, tokens=config.fit_tokens, seed=config.seed)
+    plan = BitPlan.uniform(graph.allocatable, config.target)
+    return collect_in_order(
+        job.model,
+        graph,
+        samples,
+        job.method,
+        plan,
+        site_widths(config),
+        seed=config.seed,
+        progress=run.progress,
     )
 
 

@@ -1,8 +1,7 @@
 """RepQ-ViT (Li et al., ICCV 2023): channel-wise scales behind a LayerNorm, folded into it.
 
-All ranges are the best of three percentiles by squared error. The published code calibrates each
-layer on inputs that are already quantized upstream; here every layer is fitted on float inputs, so
-that a fit depends on its own width only.
+All ranges are the best of three percentiles by squared error. Like the published code it is
+calibrated on inputs that are already quantized upstream, at the target width (`sequential`).
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ class RepQ:
     """RepQ-ViT's quantizers at all six operand sites of a block."""
 
     name: ClassVar[str] = "repq"
+    sequential: ClassVar[bool] = True
     zero_code: ZeroCode = "extra"
 
     def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
