@@ -199,6 +199,8 @@ def _quantize(
             graph,
             samples.subset(config.fit_images, config.seed),
             tokens=config.fit_tokens,
+            gradients=getattr(job.method, "wants_gradients", False),
+            block_images=getattr(job.method, "block_images", 0),
             seed=config.seed,
         )
     fits = FitCache(
