@@ -136,13 +136,13 @@ def fit_layer(
 ) -> LayerFit:
     """Weight and input grids in turn; the input of a patch embedding stays in float."""
     role = layer.spec.role
+    tried = input_candidates(role, inputs, bits.activation, candidates)
     quantizer: Quantizer | None = None
     for _ in range(rounds):
         with_input = partial(errors, quantizer=quantizer)
         grid = searched_weight(layer, bits.weight, candidates, with_input)
         if role is LayerRole.PATCH_EMBED:
             break
-        tried = input_candidates(role, inputs, bits.activation, candidates)
         quantizer = best_of(tried, partial(errors, grid(layer.weight)))
     codes = grid.encode(layer.weight).to(torch.uint8)
     return LayerFit(layer.spec, bits, codes, layer.bias, grid, quantizer)
