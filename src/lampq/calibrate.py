@@ -290,9 +290,9 @@ def collect(
     if block_images:
         few = samples.inputs(slice(0, block_images))
         views = block_views(model, graph, few, torch.Generator().manual_seed(seed))
+    # popped, so that the pieces of a site do not outlive its whole
     joined = {
-        name: [torch.cat(column) for column in zip(*parts, strict=True)]
-        for name, parts in kept.items()
+        name: [torch.cat(column) for column in zip(*kept.pop(name), strict=True)] for name in names
     }
 
     def about(name: str, block: int) -> tuple[Tensor | None, BlockView | None]:
