@@ -111,7 +111,8 @@ def searched_weight(
     scale = full.clone()
 
     def grid(scale: Tensor) -> UniformQuantizer:
-        return symmetric(bits, scale.repeat_interleave(len(weight) // groups)[:, None])
+        rows = 1 if groups == 1 else len(weight) // groups
+        return symmetric(bits, scale.repeat_interleave(rows)[:, None])
 
     tried = torch.tensor(shares(count)).to(weight)
     if len(errors(grid(scale)(weight))) == len(weight):
