@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -193,8 +193,13 @@ def output_errors(
     exact = inputs @ layer.weight.T
     weights = importance(gradients, exact)
 
+    # while weights are searched the input stays the same
+    @lru_cache(maxsize=1)
+    def quantized(quantizer: Quantizer | None) -> Tensor:
+        return inputs if quantizer is None else quantizer(inputs)
+
     def errors(weight: Tensor, quantizer: Quantizer | None) -> Tensor:
-        error = ((inputs if quantizer is None else quantizer(inputs)) @ weight.T).sub_(exact)
+        error = (quantized(quantizer) @ weight.T).sub_(exact)
         error = error if kept is None else kept(error)
         return error.mul_(weights).square_().sum(dim=0)
 
@@ -209,9 +214,17 @@ def product_error(stats: MatmulStats, maps: int, kept: Keep | None = None) -> Pr
         None if stats.gradients is None else spread(stats.gradients, maps), like=exact
     )
 
+    # while one operand is searched the other stays the same
+    @lru_cache(maxsize=1)
+    def of_left(left: Quantizer | None) -> Tensor:
+        return a if left is None else left(a)
+
+    @lru_cache(maxsize=1)
+    def of_right(right: Quantizer | None) -> Tensor:
+        return b if right is None else right(b)
+
     def error(left: Quantizer | None, right: Quantizer | None) -> Tensor:
-        product = (a if left is None else left(a)) @ (b if right is None else right(b))
-        difference = product.sub_(exact)
+        difference = (of_left(left) @ of_right(right)).sub_(exact)
         difference = difference if kept is None else kept(difference)
         return difference.mul_(weights).square_().sum()
 
