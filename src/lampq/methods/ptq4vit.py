@@ -7,7 +7,7 @@ largest magnitude, by the sum of (g (y - y'))^2 over the output y, with g the gr
 
 Deviations: the gradient is that of the log-likelihood of labels drawn from the model, which makes
 g^2 the diagonal of the Fisher matrix; the published one is that of a divergence which is zero. The
-first search of a weight or right operand has the other side in float, not at its full range. The
+first search of a weight or left operand has the other side in float, not at its full range. The
 error is evaluated on the tokens with the largest gradients, which make most of the sum, and on some
 of the attention maps. A twin grid is taken by each value, not both added. The input behind GELU may
 reach lower than GELU does. At one bit, symmetric levels are plus and minus half a scale. Statistics
