@@ -77,7 +77,10 @@ def quantize_command(
     crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of options")] = None,
     method: Annotated[
-        str | None, typer.Option(help="adalog, repq or minmax", rich_help_panel=METHOD)
+        str | None,
+        typer.Option(
+            help="adalog, apq, erq, gptq, minmax, ptq4vit or repq", rich_help_panel=METHOD
+        ),
     ] = None,
     rotation: Annotated[
         str | None,

@@ -265,7 +265,15 @@ def _statistics(
     if config.fit_inputs == "published":
         quantized = getattr(job.method, "sequential", False)
     if not quantized:
-        return collect(job.model, graph, samples, tokens=config.fit_tokens, seed=config.seed)
+        return collect(
+            job.model,
+            graph,
+            samples,
+            tokens=config.fit_tokens,
+            gradients=getattr(job.method, "wants_gradients", False),
+            block_images=getattr(job.method, "block_images", 0),
+            seed=config.seed,
+        )
     plan = BitPlan.uniform(graph.allocatable, config.target)
     return collect_in_order(
         job.model,
