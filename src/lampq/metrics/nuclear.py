@@ -130,15 +130,6 @@ class NuclearNorm:
         """Costs of all layers at all widths."""
         modules = modules_of(evidence)
         layers = evidence.graph.allocatable
-        evidence.fits.prefetch(
-            ((layer.name, bits) for layer in layers for bits in choices),
-            (
-                (site.name, bits.activation, bits.activation)
-                for module in modules
-                for site in module.products
-                for bits in choices
-            ),
-        )
         by_host: dict[str, list[Module]] = {}
         for module in modules:
             by_host.setdefault(module.host, []).append(module)
@@ -166,6 +157,15 @@ class NuclearNorm:
         self, evidence: Evidence, modules: list[Module], choices: tuple[LayerBits, ...]
     ) -> list[tuple[float, list[float]]]:
         """Norm, and error at every width, of the modules of one host."""
+        evidence.fits.prefetch(
+            ((name, bits) for module in modules for name in module.names for bits in choices),
+            (
+                (site.name, bits.activation, bits.activation)
+                for module in modules
+                for site in module.products
+                for bits in choices
+            ),
+        )
         norms = [0.0] * len(modules)
         batches: list[_Seen] = []
         images = 0
