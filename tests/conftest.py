@@ -94,7 +94,8 @@ def _case(build: object, size: tuple[int, int, int]) -> Case:
     samples = Samples(images, labels)
     model = explicit(original)
     graph = discover(model)
-    return Case(original, model, graph, samples, collect(model, graph, samples))
+    stats = collect(model, graph, samples, gradients=True, block_images=2)
+    return Case(original, model, graph, samples, stats)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,14 @@ from conftest import Case
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lampq.calibrate import LayerStats, MatmulStats, collect, recording, tokens_of
+from lampq.calibrate import (
+    LayerStats,
+    MatmulStats,
+    collect,
+    drawn_labels,
+    recording,
+    tokens_of,
+)
 from lampq.data import Samples
 from lampq.errors import GraphError
 from lampq.types import LayerRole, LayerSpec, ModelGraph
@@ -213,3 +220,132 @@ def test_hooks_leave_when_the_forward_pass_fails(plain: nn.Module) -> None:
     with pytest.raises(RuntimeError), recording(plain, ["1"]):
         plain(torch.zeros(1, 4, 1, 7))
     assert len(plain[1]._forward_pre_hooks) == 0
+
+
+@pytest.mark.parametrize("tokens", ["uniform", "fisher"])
+def test_gradients_and_blocks_are_there_only_if_asked_for(vit: Case, tokens: str) -> None:
+    stats = collect(vit.model, vit.graph, vit.samples, tokens=tokens)  # type: ignore[arg-type]
+    assert all(one.gradients is None and one.block is None for one in stats.values())
+
+
+def _logits_gradient(model: nn.Module, images: Tensor, seed: int) -> Tensor:
+    """By hand: softmax minus the label drawn with that seed."""
+    with torch.no_grad():
+        probabilities = model(images).softmax(dim=1)
+    labels = drawn_labels(probabilities.log(), torch.Generator().manual_seed(seed))
+    return probabilities - F.one_hot(labels, probabilities.shape[1])
+
+
+def test_gradients_at_the_logits_are_those_of_drawn_labels(vit: Case) -> None:
+    stats = collect(vit.model, vit.graph, vit.samples, gradients=True, seed=5)["head"]
+    expected = _logits_gradient(vit.model, vit.samples.images, seed=5)
+    assert stats.gradients is not None
+    torch.testing.assert_close(stats.gradients, expected)
+
+
+def test_gradients_belong_to_the_kept_tokens(case: Case) -> None:
+    everything = collect(case.model, case.graph, case.samples, gradients=True, seed=1)
+    few = collect(case.model, case.graph, case.samples, gradients=True, seed=1, max_tokens=12)
+    for layer in case.graph.layers:
+        whole, part = everything[layer.name], few[layer.name]
+        assert isinstance(whole, LayerStats)
+        assert isinstance(part, LayerStats)
+        assert part.gradients is not None
+        assert whole.gradients is not None
+        assert part.gradients.shape == (12, len(case.model.get_submodule(layer.name).weight)) or (
+            len(part.gradients) == len(part.inputs) <= 12
+        )
+        distance = (part.inputs[:, None] - whole.inputs).abs().amax(dim=-1)
+        index = distance.argmin(dim=1)
+        same = (part.gradients - whole.gradients[index]).abs().amax(dim=1) <= 1e-5
+        # equal inputs, as of padding, may belong to another token
+        assert bool((same | ((distance <= 1e-6).sum(dim=1) > 1)).all()), layer.name
+
+
+def test_gradients_of_a_product_have_its_shape_and_bound(case: Case) -> None:
+    stats = collect(case.model, case.graph, case.samples, gradients=True, max_maps=4)
+    for site in case.graph.matmuls:
+        one = stats[site.name]
+        assert isinstance(one, MatmulStats)
+        assert one.gradients is not None
+        assert one.gradients.shape == (one.left @ one.right).shape
+        assert len(one.gradients) <= 4
+        assert float(one.gradients.abs().max()) > 0
+
+
+def test_a_gradient_predicts_the_change_of_the_likelihood(vit: Case) -> None:
+    model = copy.deepcopy(vit.model).double()
+    images = vit.samples.images[:1].double()
+    name = "blocks.1.attn.proj"
+    stats = collect(model, vit.graph, Samples(images), gradients=True, seed=3)[name]
+    assert stats.gradients is not None
+    label = drawn_labels(model(images), torch.Generator().manual_seed(3))
+    push = torch.randn(
+        stats.gradients.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    losses = []
+    for step in (-1e-5, 1e-5):
+        handle = model.get_submodule(name).register_forward_hook(
+            lambda _m, _i, output, step=step: output + step * push
+        )
+        losses.append(float(F.cross_entropy(model(images), label)))
+        handle.remove()
+    expected = float((stats.gradients * push).sum())
+    assert (losses[1] - losses[0]) / 2e-5 == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokens_drawn_by_weight_stand_for_all_tokens() -> None:
+    samples = Samples(torch.randn(8, 4, 1, 3, generator=torch.Generator().manual_seed(0)))
+    model = OneTokenCounts()
+    options = {"gradients": True, "max_tokens": 4000}
+    exact = collect(model, LOOKED_AT, samples, **options)["layer"]  # type: ignore[arg-type]
+    drawn = collect(model, LOOKED_AT, samples, tokens="fisher", **options)["layer"]  # type: ignore[arg-type]
+    assert exact.gradients is not None
+    assert drawn.gradients is not None
+    means = [one.gradients.square().sum(dim=1).mean().item() for one in (exact, drawn)]
+    assert means[1] == pytest.approx(means[0], rel=0.1)
+
+
+def test_a_layer_that_nothing_depends_on_has_gradients_of_zero() -> None:
+    class Cut(OneTokenCounts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(2).detach())[:, 0] + 0 * x.sum()
+
+    model = Cut().requires_grad_(False)
+    stats = collect(model, LOOKED_AT, _numbered(4), gradients=True)["layer"]
+    assert stats.gradients is not None
+    assert torch.equal(stats.gradients, torch.zeros(16, 4))
+
+
+@torch.no_grad()
+def test_a_block_gives_its_output_from_its_view(case: Case) -> None:
+    stats = collect(case.model, case.graph, case.samples, block_images=3)
+    seen = 0
+    for site in (*case.graph.layers, *case.graph.matmuls):
+        view = stats[site.name].block
+        if site.block < 0:
+            assert view is None
+            continue
+        assert view is not None
+        seen += 1
+        assert view.name == case.graph.blocks[site.block]
+        assert site.name.startswith(f"{view.name}.")
+        assert len(view.output) == 3
+        assert not view.output.requires_grad
+        assert view.gradient.shape == view.output.shape
+        got = view.module(*view.arguments, **view.keywords)
+        torch.testing.assert_close(got, view.output)
+    assert seen == 6 * len(case.graph.blocks)
+
+
+def test_the_gradient_at_the_last_block_is_that_of_the_class_token(vit: Case) -> None:
+    stats = collect(vit.model, vit.graph, vit.samples, block_images=2)
+    view = stats["blocks.1.mlp.fc2"].block
+    assert view is not None
+    assert float(view.gradient[:, 1:].abs().max()) == 0
+    assert float(view.gradient[:, 0].abs().min()) > 0
+
+
+def test_collecting_leaves_no_hook_behind(vit: Case) -> None:
+    collect(vit.model, vit.graph, vit.samples, gradients=True, block_images=2)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in vit.model.modules())

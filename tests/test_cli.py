@@ -315,6 +315,49 @@ def test_options_of_a_file_are_used_and_flags_override_them(tmp_path: Path) -> N
     assert (config["bits"], config["choices"], config["images"]) == (3.0, [2, 3], 16)
 
 
+def test_separate_widths_are_written_shown_and_used_again(tmp_path: Path) -> None:
+    command = (*QUICK, "--no-joint", "--act-choices", "2,4", "--json")
+    found = Outcome("quantize", "--out", tmp_path / "run", *command)
+    assert (found.code, found.err) == (0, "")
+    report = json.loads(found.out)
+    assert (report["config"]["joint"], report["config"]["act_choices"]) == (False, [2, 4])
+    widths = [b["activation"] for b in report["plan"]["layers"].values()]
+    assert set(widths) == {2, 4}
+    assert report["plan"]["mean_activation_bits"] == sum(widths) / len(widths) <= 3.0
+    shown = Outcome("show", tmp_path / "run" / "model.safetensors").out
+    assert f"mean activation bits {sum(widths) / len(widths):.4f}" in shown
+    (name, bits), *_ = report["plan"]["layers"].items()
+    assert name == "blocks.0.attn.qkv"
+    text = f"{bits['weight']}/{bits['activation']}"
+    assert re.search(rf"│ +0 │ +({text}|{bits['weight']}) │", shown)
+    plan = tmp_path / "run" / "plan.json"
+    again = Outcome("quantize", "--out", tmp_path / "again", "--plan", plan, *command)
+    assert json.loads(again.out)["plan"] == report["plan"]
+    first, second = (load_file(tmp_path / f / "model.safetensors") for f in ("run", "again"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_an_activation_budget_below_every_choice_is_one_sentence(tmp_path: Path) -> None:
+    command = (*QUICK, "--no-joint", "--act-choices", "4,5")
+    found = Outcome("quantize", "--out", tmp_path / "run", *command)
+    assert found.code == 2
+    assert found.err == (
+        "lampq: no assignment averages 3 activation bits: the narrowest choice is 4 bits\n"
+    )
+
+
+def test_the_published_recipe_of_vtptq_is_two_flags(tmp_path: Path) -> None:
+    flags = ("--metric", "nuclear", "--allocator", "vtptq", "--configurations", "9", "--json")
+    found = Outcome("quantize", "--out", tmp_path / "run", *QUICK, *flags)
+    assert found.code == 0
+    report = json.loads(found.out)
+    assert (report["solver"]["status"], report["solver"]["proven_optimal"]) == ("sampled", False)
+    groups = json.loads((tmp_path / "run" / "sensitivity.json").read_text())["groups"]
+    assert ["blocks.0.attn.qkv", "blocks.0.attn.proj"] in groups
+    for first, second in groups:
+        assert report["initial_plan"]["layers"][first] == report["initial_plan"]["layers"][second]
+
+
 def test_a_finished_run_is_not_overwritten(finished: Path) -> None:
     before = {path.name: path.read_bytes() for path in finished.iterdir()}
     found = Outcome("quantize", "--out", finished, "--seed", 5, *QUICK)

@@ -41,6 +41,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "choices-twice": ({"choices": [2, 3, 2]}, "choices must be different widths .*, got 2,3,2"),
     "choices-wide": ({"choices": [2, 9]}, "choices must be different widths in .*, got 2,9"),
     "choices-text": ({"choices": ["2"]}, "choices must be a list of a whole number"),
+    "act-choices": (
+        {"joint": False, "act_choices": [2, 9]},
+        "act_choices must be different widths in .*, got 2,9",
+    ),
+    "act-choices-joint": (
+        {"act_choices": [2, 3]},
+        "act_choices are for separate widths: set joint",
+    ),
+    "joint": ({"joint": 1}, "joint must be true or false, got 1"),
+    "hessian": ({"hessian": "x"}, "hessian must be one of fisher, hutchinson"),
+    "configurations": ({"configurations": 0}, "configurations must be at least 1"),
     "search": ({"search": "slow"}, "search must be one of fast, exhaustive, got 'slow'"),
     "zero-code": ({"zero_code": "no"}, "zero_code must be one of extra, reserved"),
     "onebit": ({"onebit": "no"}, "onebit must be one of adalog, affine"),

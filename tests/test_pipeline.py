@@ -392,6 +392,29 @@ def test_edges_are_quantized_at_the_configured_width(vit: Case) -> None:
     assert result.model.get_submodule("blocks.0.attn.qk").left.bits == 6
 
 
+@pytest.mark.parametrize(
+    ("method", "gradients", "block_images"),
+    [("minmax", False, 0), ("gptq", False, 0), ("ptq4vit", True, 0), ("apq", True, 4)],
+)
+def test_a_method_is_given_the_statistics_it_asks_for(
+    vit: Case,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    gradients: bool,
+    block_images: int,
+) -> None:
+    asked: list[tuple[bool, int]] = []
+
+    def collect(*arguments: Any, **options: Any) -> Any:
+        asked.append((options["gradients"], options["block_images"]))
+        return vit.stats
+
+    monkeypatch.setattr(lampq.pipeline, "collect", collect)
+    plan = {layer.name: LayerBits(4, 4) for layer in vit.graph.allocatable}
+    quantize(vit.original, vit.samples, plan=plan, method=method)
+    assert asked == [(gradients, block_images)]
+
+
 def test_the_options_of_the_configuration_reach_method_and_metric() -> None:
     config = make_config({"zero_code": "reserved", "onebit": "adalog", "search": "exhaustive"})
     method: Any = build(METHODS.get("adalog"), config)

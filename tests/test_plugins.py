@@ -16,6 +16,7 @@ from lampq.methods.base import layer_output
 from lampq.quant.base import KINDS, Quantizer, describe, rebuild
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import assemble
+from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import BitPlan, LayerBits, LayerRole, LayerSpec, MatmulSpec
 
@@ -191,7 +192,20 @@ def _log(bits: int) -> Quantizer:
     return LogQuantizer(bits, torch.tensor([2.0]), shift, shift, step=20, zero_code="reserved")
 
 
-EXAMPLES: dict[str, Callable[[int], Quantizer]] = {"uniform": _uniform, "log": _log}
+def _twin_softmax(bits: int) -> Quantizer:
+    return TwinSoftmaxQuantizer.splitting(bits, torch.tensor(0.125))
+
+
+def _twin_gelu(bits: int) -> Quantizer:
+    return TwinGeluQuantizer.reaching(bits, torch.tensor(0.17), torch.tensor(0.3))
+
+
+EXAMPLES: dict[str, Callable[[int], Quantizer]] = {
+    "uniform": _uniform,
+    "log": _log,
+    "twin_softmax": _twin_softmax,
+    "twin_gelu": _twin_gelu,
+}
 kinds = pytest.mark.parametrize("kind", list(KINDS))
 widths = pytest.mark.parametrize("bits", range(1, 9))
 X = torch.cat([torch.linspace(-3, 3, 500), torch.tensor([0.0, 1e20, -1e20])])

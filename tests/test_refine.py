@@ -9,14 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lampq.allocate import random_plan
-from lampq.refine import (
-    RefineOptions,
-    gains_and_harms,
-    neighbours,
-    propose,
-    refine,
-)
-from lampq.types import BitPlan, Budget, LayerBits, LayerRole, LayerSpec, Step
+from lampq.refine import Move, RefineOptions, gains_and_harms, propose, refine
+from lampq.types import BitPlan, Budget, LayerBits, LayerRole, LayerSpec, Step, narrower, wider
 
 ROLES = (LayerRole.QKV, LayerRole.PROJ, LayerRole.FC1, LayerRole.FC2)
 SIZES = {
@@ -57,6 +51,16 @@ class Landscape:
         self.scored.append(plan)
         random = np.random.default_rng([self.seed, *(b.weight for b in plan.widths)])
         return -sum(self.errors(plan).values()) * (1 + self.noise * random.normal())
+
+
+def moves(width: int, values: dict[str, float]) -> dict[Move, float]:
+    """Moves of single layers to one width."""
+    return {Move((name,), LayerBits(width, width)): value for name, value in values.items()}
+
+
+def by_name(values: dict[Move, float]) -> dict[str, float]:
+    """Values of the moves of single layers that have one move each."""
+    return {move.layers[0]: value for move, value in values.items()}
 
 
 def run(
@@ -280,9 +284,9 @@ def test_a_large_layer_is_paid_for_by_several_small_ones() -> None:
     layers = layers_of((100, 60, 60, 60))
     plan = BitPlan.uniform(layers, LayerBits(3, 3))
     names = list(plan)
-    gains = {names[0]: 9.0}
-    harms = {names[1]: 1.0, names[2]: 2.0, names[3]: 3.0}
-    found = propose(plan, Budget(3.0), gains, harms, CHOICES, RefineOptions())
+    gains = moves(4, {names[0]: 9.0})
+    harms = moves(2, {names[1]: 1.0, names[2]: 2.0, names[3]: 3.0})
+    found = propose(plan, Budget(3.0), gains, harms, RefineOptions())
     assert [exchange.narrowed for exchange, _ in found] == [(names[1], names[2])]
     assert found[0][0].gain == 9.0 - 1.0 - 2.0
     assert Budget(3.0).allows(found[0][1])
@@ -291,27 +295,28 @@ def test_a_large_layer_is_paid_for_by_several_small_ones() -> None:
 def test_a_widening_that_the_budget_allows_costs_no_other_layer() -> None:
     layers = layers_of((4, 4))
     plan = BitPlan.uniform(layers, LayerBits(3, 3))
-    gains, harms = {"blocks.0.qkv": 1.0}, {"blocks.0.proj": 0.1}
-    found = propose(plan, Budget(3.5), gains, harms, CHOICES, RefineOptions())
-    assert [(e.widened, e.narrowed, e.gain) for e, _ in found] == [("blocks.0.qkv", (), 1.0)]
+    gains, harms = moves(4, {"blocks.0.qkv": 1.0}), moves(2, {"blocks.0.proj": 0.1})
+    found = propose(plan, Budget(3.5), gains, harms, RefineOptions())
+    assert [(e.widened, e.narrowed, e.gain) for e, _ in found] == [(("blocks.0.qkv",), (), 1.0)]
 
 
 def test_a_widening_that_nothing_can_pay_for_is_not_proposed() -> None:
     layers = layers_of((100, 1))
     plan = BitPlan.uniform(layers, LayerBits(3, 3))
-    gains, harms = {"blocks.0.qkv": 1.0}, {"blocks.0.proj": 0.1}
-    assert propose(plan, Budget(3.0), gains, harms, CHOICES, RefineOptions()) == []
+    gains, harms = moves(4, {"blocks.0.qkv": 1.0}), moves(2, {"blocks.0.proj": 0.1})
+    assert propose(plan, Budget(3.0), gains, harms, RefineOptions()) == []
 
 
 def test_exchanges_are_proposed_by_falling_net_gain() -> None:
     layers = layers_of((4, 4, 4))
     plan = BitPlan.uniform(layers, LayerBits(3, 3))
     a, b, c = plan
-    found = propose(plan, Budget(3.0), {a: 5.0, b: 4.0}, {b: 3.0, c: 1.0}, CHOICES, RefineOptions())
+    gains, harms = moves(4, {a: 5.0, b: 4.0}), moves(2, {b: 3.0, c: 1.0})
+    found = propose(plan, Budget(3.0), gains, harms, RefineOptions())
     assert [(e.widened, e.narrowed, e.gain) for e, _ in found] == [
-        (a, (c,), 4.0),
-        (b, (c,), 3.0),
-        (a, (b,), 2.0),
+        ((a,), (c,), 4.0),
+        ((b,), (c,), 3.0),
+        ((a,), (b,), 2.0),
     ]
 
 
@@ -324,8 +329,9 @@ def test_neighbours_are_the_choices_beside(
     width: int, expected: tuple[int | None, int | None]
 ) -> None:
     choices = tuple(LayerBits(b, b + 1) for b in (2, 3, 5))
-    found = neighbours(LayerBits(width, width + 1), choices)
-    assert tuple(bits and bits.weight for bits in found) == expected
+    bits = LayerBits(width, width + 1)
+    found = (narrower(bits, choices), wider(bits, choices))
+    assert found == tuple(() if b is None else (LayerBits(b, b + 1),) for b in expected)
 
 
 # expected fall and rise of one layer's error, as multiples of it, with the ratios the paper prints:
@@ -347,7 +353,7 @@ def one_layer(width: int, error: float, **options: object) -> tuple[float | None
         NO_MEASURE,
         RefineOptions(**options),  # type: ignore[arg-type]
     )
-    return gains.get(name), harms.get(name)
+    return next(iter(gains.values()), None), next(iter(harms.values()), None)
 
 
 @pytest.mark.parametrize("width", GAIN_FACTOR)
@@ -382,8 +388,8 @@ def test_a_step_over_missing_widths_multiplies_the_ratios() -> None:
     (name,) = plan
     choices = tuple(LayerBits(b, b) for b in (2, 4, 6))
     gains, harms = gains_and_harms(plan, choices, {name: 1.0}, NO_MEASURE, RefineOptions())
-    assert gains[name] == pytest.approx(1 - 1 / (4.29 * 4.13))
-    assert harms[name] == pytest.approx(6.59 * 4.70 - 1)
+    assert by_name(gains)[name] == pytest.approx(1 - 1 / (4.29 * 4.13))
+    assert by_name(harms)[name] == pytest.approx(6.59 * 4.70 - 1)
 
 
 def test_measured_gains_and_harms_are_differences_of_measured_errors() -> None:
@@ -397,7 +403,7 @@ def test_measured_gains_and_harms_are_differences_of_measured_errors() -> None:
         lambda _, bits: measured[bits.weight],
         RefineOptions(ratios="measured"),
     )
-    assert (gains[name], harms[name]) == (3.0, 6.0)
+    assert (by_name(gains)[name], by_name(harms)[name]) == (3.0, 6.0)
 
 
 def test_a_measured_error_that_rises_with_the_width_counts_as_no_gain() -> None:
@@ -411,4 +417,4 @@ def test_a_measured_error_that_rises_with_the_width_counts_as_no_gain() -> None:
         lambda _, bits: measured[bits.weight],
         RefineOptions(ratios="measured"),
     )
-    assert (gains[name], harms[name]) == (0.0, 0.0)
+    assert (by_name(gains)[name], by_name(harms)[name]) == (0.0, 0.0)

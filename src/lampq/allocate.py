@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,16 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from lampq.errors import BudgetError
 from lampq.registry import Registry
-from lampq.types import Allocation, BitPlan, Budget, CostTable, LayerBits, LayerSpec
+from lampq.types import (
+    Allocation,
+    BitPlan,
+    Budget,
+    CostTable,
+    LayerBits,
+    LayerSpec,
+    narrower,
+    wider,
+)
 
 Allocator = Callable[[CostTable, Budget], Allocation]
 TIME_LIMIT = 60.0
@@ -22,25 +32,127 @@ def check_feasible(
     layers: tuple[LayerSpec, ...], choices: tuple[LayerBits, ...], budget: Budget
 ) -> None:
     """Raise a BudgetError if even the narrowest choice everywhere is over the budget."""
-    narrowest = min(choices, key=lambda bits: bits.weight)
-    if not budget.allows(BitPlan.uniform(layers, narrowest)):
+    least = min(bits.weight for bits in choices), min(bits.activation for bits in choices)
+    weight, activation = budget.excess(BitPlan.uniform(layers, LayerBits(*least)))
+    if weight:
         raise BudgetError(
             f"no assignment averages {budget.mean_bits:g} bits: "
-            f"the narrowest choice is {narrowest.weight} bits"
+            f"the narrowest choice is {least[0]} bits"
         )
+    if activation:
+        raise BudgetError(
+            f"no assignment averages {budget.mean_activation_bits:g} activation bits: "
+            f"the narrowest choice is {least[1]} bits"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """The plans to choose from: one choice for each unit of layers, by column.
+
+    A unit takes size x width of each limit: ``sizes`` is (limits, units), ``widths`` is
+    (limits, choices).
+    """
+
+    layers: tuple[LayerSpec, ...]
+    choices: tuple[LayerBits, ...]
+    unit_of_layer: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    widths: NDArray[np.int64]
+    limits: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        layers: tuple[LayerSpec, ...],
+        choices: tuple[LayerBits, ...],
+        budget: Budget,
+        units: tuple[tuple[str, ...], ...],
+    ) -> _Space:
+        """The space of a budget that the narrowest choices fit."""
+        check_feasible(layers, choices, budget)
+        place = {name: number for number, unit in enumerate(units) for name in unit}
+        unit_of_layer = np.array([place[layer.name] for layer in layers])
+        weights = np.zeros(len(units), dtype=np.int64)
+        np.add.at(weights, unit_of_layer, [layer.n_params for layer in layers])
+        sizes, widths = [weights], [[bits.weight for bits in choices]]
+        limits = [budget.limit(layers)]
+        activation_limit = budget.activation_limit(layers)
+        if activation_limit is not None:
+            sizes.append(np.bincount(unit_of_layer, minlength=len(units)))
+            widths.append([bits.activation for bits in choices])
+            limits.append(activation_limit)
+        return cls(
+            layers, choices, unit_of_layer, np.stack(sizes), np.array(widths), np.array(limits)
+        )
+
+    def plan(self, columns: NDArray[np.int64]) -> BitPlan:
+        """The plan of one column per unit."""
+        picked = columns[self.unit_of_layer]
+        return BitPlan(self.layers, tuple(self.choices[column] for column in picked))
+
+    def cost(self, costs: CostTable) -> NDArray[np.float64]:
+        """Costs of the units, (units, choices)."""
+        summed = np.zeros((self.sizes.shape[1], len(self.choices)))
+        np.add.at(summed, self.unit_of_layer, costs.cost)
+        return summed
+
+    def draw(self, random: np.random.Generator) -> NDArray[np.int64]:
+        """Columns drawn at random and then moved, unit by unit, as near to the limits as it gets.
+
+        Where the choices leave no way down to a plan within both limits, the descent ends above
+        them: the caller checks.
+        """
+        place = {bits: column for column, bits in enumerate(self.choices)}
+        down, up = (
+            [[place[other] for other in step(bits, self.choices)] for bits in self.choices]
+            for step in (narrower, wider)
+        )
+        columns = np.asarray(random.integers(len(self.choices), size=self.sizes.shape[1]))
+        left = self.limits - (self.sizes * self.widths[:, columns]).sum(axis=1)
+
+        def move(unit: int, steps: list[int]) -> None:
+            column = steps[0] if len(steps) == 1 else int(random.choice(steps))
+            left[:] += self.sizes[:, unit] * (
+                self.widths[:, columns[unit]] - self.widths[:, column]
+            )
+            columns[unit] = column
+
+        def freeing(column: int) -> list[int]:
+            over = self.widths[left < 0]
+            return [c for c in down[column] if (over[:, c] < over[:, column]).any()]
+
+        def fitting(unit: int) -> list[int]:
+            room = left + self.sizes[:, unit] * self.widths[:, columns[unit]]
+            used = self.sizes[:, unit, None] * self.widths
+            return [c for c in up[columns[unit]] if (used[:, c] <= room).all()]
+
+        while (left < 0).any():
+            movable = np.array([bool(freeing(column)) for column in range(len(self.choices))])
+            wide = np.flatnonzero(movable[columns])
+            if not len(wide):
+                break
+            unit = int(random.choice(wide))
+            move(unit, freeing(columns[unit]))
+        for unit in random.permutation(len(columns)):
+            while steps := fitting(unit):
+                move(unit, steps)
+        return columns
 
 
 def allocate_ilp(costs: CostTable, budget: Budget, *, time_limit: float = TIME_LIMIT) -> Allocation:
     """The plan of least total cost within the budget, by integer linear programming (HiGHS).
 
-    The optimum is proved to a relative gap of zero unless the time limit ends the search first.
+    Layers of a group are one variable. The optimum is proved to a relative gap of zero unless the
+    time limit ends the search first.
     """
-    check_feasible(costs.layers, costs.choices, budget)
-    lowered = costs.cost - costs.cost.min(axis=1, keepdims=True)
-    row, limit = _weight_row(costs, budget)
+    space = _Space.of(costs.layers, costs.choices, budget, costs.units)
+    cost = space.cost(costs)
+    lowered = cost - cost.min(axis=1, keepdims=True)
+    rows = _limit_rows(space)
     unit = float(lowered.max()) or 1.0
     while True:
-        solution = _solve(lowered, unit, row, limit, time_limit)
+        solution = _solve(lowered, unit, rows, time_limit)
         if solution.x is None:
             raise BudgetError(
                 f"the solver found no plan of {budget.mean_bits:g} bits in {time_limit:g} seconds: "
@@ -52,58 +164,59 @@ def allocate_ilp(costs: CostTable, budget: Budget, *, time_limit: float = TIME_L
         if found >= 0.1 * unit or found == 0 or solution.status != 0:
             break
         unit = found
-    plan = BitPlan(costs.layers, tuple(costs.choices[column] for column in picked))
     return Allocation(
-        plan=budget.checked(plan),
-        objective=float(costs.cost[np.arange(len(picked)), picked].sum()),
+        plan=budget.checked(space.plan(picked)),
+        objective=float(cost[np.arange(len(picked)), picked].sum()),
         status="optimal" if solution.status == 0 else "time limit",
         proven_optimal=solution.status == 0,
     )
 
 
-def _weight_row(costs: CostTable, budget: Budget) -> tuple[NDArray[np.float64], float]:
-    """Weights of the choices in whole units, and a limit half a unit above the last that fits.
+def _limit_rows(space: _Space) -> NDArray[np.float64]:
+    """What every choice of every unit takes of each limit, as a share of it.
 
-    So no tolerance of the solver can admit a plan over the budget, or refuse one within it.
+    Counted in whole units, with a limit half a unit above the last that fits. So no tolerance of
+    the solver can admit a plan over the budget, or refuse one within it.
     """
-    unit = math.gcd(*(layer.n_params for layer in costs.layers))
-    used = np.outer(
-        [layer.n_params // unit for layer in costs.layers], [bits.weight for bits in costs.choices]
-    )
-    return used.reshape(1, -1).astype(np.float64), budget.limit(costs.layers) // unit + 0.5
+    rows = []
+    for sizes, widths, limit in zip(space.sizes, space.widths, space.limits, strict=True):
+        whole = math.gcd(*sizes.tolist())
+        rows.append(np.outer(sizes // whole, widths).ravel() / (int(limit) // whole + 0.5))
+    return np.array(rows)
 
 
 def _solve(
     cost: NDArray[np.float64],
     unit: float,
-    row: NDArray[np.float64],
-    limit: float,
+    rows: NDArray[np.float64],
     time_limit: float,
 ) -> Any:
-    """The cheapest choice per layer; choices dearer than the unit are left out."""
-    n_layers, n_choices = cost.shape
-    one_each = np.kron(np.eye(n_layers), np.ones((1, n_choices)))
+    """The cheapest choice per unit of layers; choices dearer than the cost unit are left out."""
+    n_units, n_choices = cost.shape
+    one_each = np.kron(np.eye(n_units), np.ones((1, n_choices)))
     return milp(
         np.minimum(cost / unit, 1.0).ravel(),
         integrality=np.ones(cost.size),
         bounds=Bounds(0, (cost <= unit).ravel().astype(np.float64)),
         constraints=LinearConstraint(
-            np.vstack([one_each, row / limit]),
-            np.append(np.ones(n_layers), -np.inf),
-            np.ones(n_layers + 1),
+            np.vstack([one_each, rows]),
+            np.append(np.ones(n_units), np.full(len(rows), -np.inf)),
+            np.ones(n_units + len(rows)),
         ),
         options={"time_limit": time_limit, "mip_rel_gap": 0.0},
     )
 
 
 def allocate_uniform(costs: CostTable, budget: Budget) -> Allocation:
-    """The widest single choice within the budget for all layers."""
+    """The widest single choice within the budget for all layers: by weight, then by activation."""
     check_feasible(costs.layers, costs.choices, budget)
     fitting = [
         column
         for column, bits in enumerate(costs.choices)
         if budget.allows(BitPlan.uniform(costs.layers, bits))
     ]
+    if not fitting:
+        raise BudgetError("no single choice is within both the weight and the activation budget")
     plan = BitPlan.uniform(costs.layers, costs.choices[fitting[-1]])
     objective = float(costs.cost[:, fitting[-1]].sum())
     return Allocation(plan, objective, status="uniform", proven_optimal=False)
@@ -113,26 +226,53 @@ def random_plan(
     layers: tuple[LayerSpec, ...], choices: tuple[LayerBits, ...], budget: Budget, seed: int
 ) -> BitPlan:
     """A plan drawn at random and then moved, layer by layer, as near to the budget as it gets."""
-    check_feasible(layers, choices, budget)
+    space = _Space.of(layers, choices, budget, tuple((layer.name,) for layer in layers))
+    return budget.checked(space.plan(space.draw(np.random.default_rng(seed))))
+
+
+def allocate_random(costs: CostTable, budget: Budget, *, seed: int = 0) -> Allocation:
+    """One plan drawn at random, as a control: costs play no part in it."""
+    space = _Space.of(costs.layers, costs.choices, budget, costs.units)
+    columns = space.draw(np.random.default_rng(seed))
+    objective = float(space.cost(costs)[np.arange(len(columns)), columns].sum())
+    plan = budget.checked(space.plan(columns))
+    return Allocation(plan, objective, status="random", proven_optimal=False)
+
+
+def allocate_sampled(
+    costs: CostTable, budget: Budget, *, configurations: int = 519, seed: int = 0
+) -> Allocation:
+    """The cheapest of some plans drawn at random, as VT-PTQ allocates (Liu et al., NeurIPS 2021).
+
+    VT-PTQ scores candidate configurations by the sum of their costs, keeps the Pareto front of cost
+    and size, and takes the cheapest within the target. How it draws them is not published: here
+    every candidate is within the budget, and no unit of it could be widened. The default is the
+    number that VT-PTQ's published time amounts to in runs of AdaLog.
+    """
+    space = _Space.of(costs.layers, costs.choices, budget, costs.units)
+    cost = space.cost(costs)
     random = np.random.default_rng(seed)
-    columns = random.integers(len(choices), size=len(layers))
-    limit = budget.limit(layers)
+    units = np.arange(len(cost))
+    drawn = [space.draw(random) for _ in range(configurations)]
+    points = [
+        (float(cost[units, c].sum()), int(space.sizes[0] @ space.widths[0, c])) for c in drawn
+    ]
+    best = pareto_front(points)[0]
+    plan = budget.checked(space.plan(drawn[best]))
+    return Allocation(plan, points[best][0], status="sampled", proven_optimal=False)
 
-    def plan() -> BitPlan:
-        return BitPlan(layers, tuple(choices[c] for c in columns))
 
-    while plan().total_weight_bits > limit:
-        wide = np.flatnonzero(columns > 0)
-        columns[random.choice(wide)] -= 1
-    for i in random.permutation(len(layers)):
-        while columns[i] + 1 < len(choices):
-            columns[i] += 1
-            if plan().total_weight_bits > limit:
-                columns[i] -= 1
-                break
-    return budget.checked(plan())
+def pareto_front(points: list[tuple[float, int]]) -> list[int]:
+    """Numbers of the points (cost, bits) that no other one beats in both, by rising cost."""
+    front: list[int] = []
+    for number in sorted(range(len(points)), key=lambda i: points[i]):
+        if not front or points[number][1] < points[front[-1]][1]:
+            front.append(number)
+    return front
 
 
 ALLOCATORS: Registry[Allocation] = Registry("allocator", "lampq.allocators")
 ALLOCATORS.add("ilp", allocate_ilp)
+ALLOCATORS.add("random", allocate_random)
 ALLOCATORS.add("uniform", allocate_uniform)
+ALLOCATORS.add("vtptq", allocate_sampled)

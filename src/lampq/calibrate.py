@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,44 @@ from lampq.types import ModelGraph
 
 
 @dataclass(frozen=True, slots=True)
+class BlockView:
+    """One block of the float model on a few images: arguments, output, gradient at the output.
+
+    ``module`` is the model's own: copy it before changing anything.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+    output: Tensor
+    gradient: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerStats:
-    """Float inputs of one layer, (tokens, channels)."""
+    """Float inputs of one layer, (tokens, channels).
+
+    ``gradients`` of the log-likelihood at its output, (tokens, outputs), and the view of its block
+    are there if they were asked for.
+    """
 
     inputs: Tensor
+    gradients: Tensor | None = None
+    block: BlockView | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulStats:
-    """Float operands of one matmul, (maps, heads, rows, columns)."""
+    """Float operands of one matmul, (maps, heads, rows, columns).
+
+    ``gradients`` at the product and the view of the block are there if they were asked for.
+    """
 
     left: Tensor
     right: Tensor
+    gradients: Tensor | None = None
+    block: BlockView | None = None
 
 
 Stats = LayerStats | MatmulStats
@@ -77,8 +103,8 @@ def recording_gradients(model: nn.Module, names: list[str]) -> Iterator[dict[str
     seen: dict[str, Tensor] = {}
 
     def attach(name: str) -> torch.utils.hooks.RemovableHandle:
-        def keep(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            if output.requires_grad:
+        def keep(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Any) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(  # type: ignore[no-untyped-call]
                     lambda gradient: seen.__setitem__(name, gradient)
                 )
@@ -108,6 +134,80 @@ def backward(
         F.cross_entropy(logits, answer, reduction="sum").backward()  # type: ignore[no-untyped-call]
 
 
+def block_views(
+    model: nn.Module, graph: ModelGraph, images: Tensor, generator: torch.Generator
+) -> dict[int, BlockView]:
+    """The blocks of the model on these images, by number; without those that give no tensor.
+
+    The labels are drawn from the model.
+    """
+    calls: dict[str, tuple[tuple[Any, ...], Mapping[str, Any], Tensor]] = {}
+    names = list(graph.blocks)
+
+    def attach(name: str) -> torch.utils.hooks.RemovableHandle:
+        def keep(
+            _module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any
+        ) -> None:
+            calls[name] = (arguments, keywords, output)
+
+        return model.get_submodule(name).register_forward_hook(keep, with_kwargs=True)
+
+    with _hooked(names, attach), recording_gradients(model, names) as slopes:
+        backward(model, images, generator)
+    views = {}
+    for number, name in enumerate(names):
+        if name not in slopes:
+            continue
+        arguments, keywords, output = calls[name]
+        views[number] = BlockView(
+            name=name,
+            module=model.get_submodule(name),
+            arguments=tuple(_detached(value) for value in arguments),
+            keywords={key: _detached(value) for key, value in keywords.items()},
+            output=output.detach(),
+            gradient=slopes[name],
+        )
+    return views
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _token_gradients(module: nn.Module, gradient: Tensor) -> Tensor:
+    """Gradients at the output of a linear layer or patch embedding, as (tokens, outputs)."""
+    if isinstance(module, nn.Conv2d):
+        return gradient.flatten(2).transpose(1, 2).flatten(0, 1)
+    return gradient.flatten(0, -2)
+
+
+def _operands(module: nn.Module | None, seen: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a layer (its tokens) or a matmul (its operands) was given."""
+    given = tuple(operand.detach() for operand in seen)
+    return given if module is None else (tokens_of(module, given[0]),)
+
+
+def _output_gradients(
+    module: nn.Module | None,
+    operands: tuple[Tensor, ...],
+    gradient: Tensor | None,
+    weights: Tensor | None,
+) -> Tensor:
+    """Gradients at the output of a site, one row per token or map; zero if nothing depends on it.
+
+    ``weights``, how often each token is drawn, are divided out.
+    """
+    if gradient is None and module is None:
+        return torch.zeros_like(operands[0] @ operands[1])
+    if gradient is None:
+        assert isinstance(module, nn.Linear | nn.Conv2d), "discovery names linear layers only"
+        return operands[0].new_zeros(len(operands[0]), len(module.weight))
+    if module is None:
+        return gradient
+    rows = _token_gradients(module, gradient)
+    return rows if weights is None else rows / (weights / weights.mean()).sqrt()[:, None]
+
+
 def token_weights(module: nn.Module, gradient: Tensor, images: int) -> Tensor:
     """How often each token should be drawn, (tokens,).
 
@@ -115,9 +215,7 @@ def token_weights(module: nn.Module, gradient: Tensor, images: int) -> Tensor:
     gradient: where the class token alone decides, as in the last blocks of a ViT, it gets most of
     that although it is one of hundreds.
     """
-    if isinstance(module, nn.Conv2d):
-        gradient = gradient.flatten(2).transpose(1, 2)
-    power = gradient.square().sum(dim=-1).reshape(images, -1)
+    power = _token_gradients(module, gradient).square().sum(dim=-1).reshape(images, -1)
     share = power / power.sum(dim=1, keepdim=True).clamp_min(1e-30)
     return (share + 1 / share.shape[1]).flatten()
 
@@ -140,6 +238,8 @@ def collect(
     samples: Samples,
     *,
     tokens: TokenDraw = "uniform",
+    gradients: bool = False,
+    block_images: int = 0,
     max_tokens: int = 8192,
     max_maps: int = 32,
     batch: int = 16,
@@ -149,18 +249,22 @@ def collect(
 
     ``tokens``: "fisher" draws tokens as often as the log-likelihood depends on them, so that a
     method that minimises a mean error over tokens minimises what matters.
+    ``gradients`` keeps the gradient of the log-likelihood of labels drawn from the model, at the
+    kept tokens and maps. Where tokens are drawn by weight it is divided by the root of the weight,
+    so that sums of its squares stand for sums over all tokens.
+    ``block_images`` is how many images the views of the blocks have; with 0 there are no views.
     """
     layers = {layer.name: model.get_submodule(layer.name) for layer in graph.layers}
-    matmuls = [site.name for site in graph.matmuls]
-    names = [*layers, *matmuls]
+    names = [*layers, *(site.name for site in graph.matmuls)]
+    sloped = names if gradients else list(layers)
     kept: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in names}
-    with recording(model, names) as seen, recording_gradients(model, list(layers)) as slopes:
+    with recording(model, names) as seen, recording_gradients(model, sloped) as slopes:
         before = 0
         for number, (images, _) in enumerate(samples.batches(batch)):
             seen.clear()
             slopes.clear()
             generator = torch.Generator().manual_seed(seed + number)
-            if tokens == "fisher":
+            if gradients or tokens == "fisher":
                 backward(model, images, generator)
             else:
                 model(images)
@@ -173,23 +277,34 @@ def collect(
             for name in names:
                 if name not in seen:
                     raise GraphError(f"layer {name!r} is never called by the model's forward pass")
-                if name in layers:
-                    rows = tokens_of(layers[name], seen[name][0].detach())
-                    weights = None
-                    if name in slopes:
-                        weights = token_weights(layers[name], slopes[name], len(images))
-                    index = _draw(len(rows), quotas[0], generator, weights)
-                    kept[name].append((rows[index],))
-                else:
-                    left, right = (operand.detach() for operand in seen[name])
-                    index = _draw(len(left), quotas[1], generator)
-                    kept[name].append((left[index], right[index]))
+                module, slope = layers.get(name), slopes.get(name)
+                parts = _operands(module, seen[name])
+                weights = None
+                if tokens == "fisher" and module is not None and slope is not None:
+                    weights = token_weights(module, slope, len(images))
+                index = _draw(len(parts[0]), quotas[module is None], generator, weights)
+                if gradients:
+                    parts += (_output_gradients(module, parts, slope, weights),)
+                kept[name].append(tuple(part[index] for part in parts))
             # the last batch holds its whole graph
             seen.clear()
             slopes.clear()
+    views: dict[int, BlockView] = {}
+    if block_images:
+        few = samples.inputs(slice(0, block_images))
+        views = block_views(model, graph, few, torch.Generator().manual_seed(seed))
+    # popped, so that the pieces of a site do not outlive its whole
+    joined = {
+        name: [torch.cat(column) for column in zip(*kept.pop(name), strict=True)] for name in names
+    }
+
+    def about(name: str, block: int) -> tuple[Tensor | None, BlockView | None]:
+        return joined[name][-1] if gradients else None, views.get(block)
+
     stats: dict[str, Stats] = {}
-    for name in names:
-        # joined one by one, so that no more than one site is in memory twice
-        joined = [torch.cat(column) for column in zip(*kept.pop(name), strict=True)]
-        stats[name] = LayerStats(joined[0]) if name in layers else MatmulStats(*joined)
+    for layer in graph.layers:
+        stats[layer.name] = LayerStats(joined[layer.name][0], *about(layer.name, layer.block))
+    for site in graph.matmuls:
+        left, right = joined[site.name][:2]
+        stats[site.name] = MatmulStats(left, right, *about(site.name, site.block))
     return stats

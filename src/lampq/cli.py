@@ -65,9 +65,16 @@ def quantize_command(
     evaluation: Annotated[Path | None, typer.Option("--eval", help="evaluation pictures")] = None,
     out: Annotated[Path, typer.Option(help="run folder to write")] = Path("runs/lampq"),
     bits: Annotated[float | None, typer.Option(help="mean weight bits [4]")] = None,
-    act_bits: Annotated[int | None, typer.Option(help="activation bits at the target")] = None,
+    act_bits: Annotated[int | None, typer.Option(help="(mean) activation bits")] = None,
     target_size: Annotated[str | None, typer.Option(help="file size, e.g. 3.5MB")] = None,
     choices: Annotated[str | None, typer.Option(help="widths to choose from: 1,2,3,4,5")] = None,
+    joint: Annotated[
+        bool | None,
+        typer.Option("--joint/--no-joint", help="one width a layer, or weight and input apart"),
+    ] = None,
+    act_choices: Annotated[
+        str | None, typer.Option(help="input widths to choose from (--no-joint): 2,3,4")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="best or paper")] = None,
     plan: Annotated[Path | None, typer.Option(help="plan.json to use instead of a search")] = None,
     images: Annotated[int | None, typer.Option(help="calibration images to use")] = None,
@@ -77,7 +84,10 @@ def quantize_command(
     crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of options")] = None,
     method: Annotated[
-        str | None, typer.Option(help="adalog, repq or minmax", rich_help_panel=METHOD)
+        str | None,
+        typer.Option(
+            help="adalog, apq, erq, gptq, minmax, ptq4vit or repq", rich_help_panel=METHOD
+        ),
     ] = None,
     rotation: Annotated[
         str | None,
@@ -89,6 +99,13 @@ def quantize_command(
     fit_tokens: Annotated[
         str | None,
         typer.Option(help="how their tokens are drawn: fisher or uniform", rich_help_panel=METHOD),
+    ] = None,
+    fit_inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="of the float model or behind quantized sites: published, float or quantized",
+            rich_help_panel=METHOD,
+        ),
     ] = None,
     search: Annotated[
         str | None,
@@ -125,7 +142,10 @@ def quantize_command(
         typer.Option(help="attention products: target, follow or a width", rich_help_panel=METHOD),
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="output, fisher, kl or recon", rich_help_panel=METRIC)
+        str | None,
+        typer.Option(
+            help="output, fisher, kl, loss, recon, hawq or nuclear", rich_help_panel=METRIC
+        ),
     ] = None,
     metric_images: Annotated[
         int | None, typer.Option(help="images that the metric sees", rich_help_panel=METRIC)
@@ -157,8 +177,16 @@ def quantize_command(
     alpha_trace: Annotated[
         str | None, typer.Option(help="in alpha: quantized or fp (fisher)", rich_help_panel=METRIC)
     ] = None,
+    hessian: Annotated[
+        str | None,
+        typer.Option(help="trace: fisher or hutchinson (hawq)", rich_help_panel=METRIC),
+    ] = None,
     allocator: Annotated[
-        str | None, typer.Option(help="ilp or uniform", rich_help_panel=EXCHANGES)
+        str | None,
+        typer.Option(help="ilp, vtptq, uniform or random", rich_help_panel=EXCHANGES),
+    ] = None,
+    configurations: Annotated[
+        int | None, typer.Option(help="plans drawn (vtptq)", rich_help_panel=EXCHANGES)
     ] = None,
     exchanges: Annotated[
         int | None,
@@ -198,6 +226,7 @@ def quantize_command(
     flags = dict(locals())
     given = {key: flags[key] for key in RunConfig.__slots__ if key in flags}
     given["choices"] = numbers(choices, "choices", int)
+    given["act_choices"] = numbers(act_choices, "act-choices", int)
     given["target_size"] = size_in_bytes(target_size)
     given["edge_bits"], given["matmul_bits"] = width(edge_bits), width(matmul_bits)
     from_file = {} if config is None else read_toml(config)
@@ -323,7 +352,9 @@ def show_command(
         highlight=False,
     )
     console.print(
-        f"mean weight bits of the searched layers {plan.mean_weight_bits:.4f}", highlight=False
+        f"mean weight bits of the searched layers {plan.mean_weight_bits:.4f}, "
+        f"mean activation bits {plan.mean_activation_bits:.4f}",
+        highlight=False,
     )
     console.print(plan_table(plan))
     others = [(spec, bits) for spec, bits in listed if spec.name not in names]

@@ -29,6 +29,8 @@ class RunConfig:
     act_bits: int | None = None
     target_size: int | None = None
     choices: tuple[int, ...] | None = None
+    joint: bool = True
+    act_choices: tuple[int, ...] | None = None
     preset: Preset = "best"
     seed: int = 0
     images: int = 1024
@@ -37,6 +39,7 @@ class RunConfig:
     rotation: Literal["none", "attention"] = "attention"
     fit_images: int = 128
     fit_tokens: Literal["uniform", "fisher"] = "fisher"
+    fit_inputs: Literal["published", "float", "quantized"] = "published"
     search: Literal["fast", "exhaustive"] = "fast"
     zero_code: Literal["extra", "reserved"] = "extra"
     onebit: Literal["adalog", "affine"] = "affine"
@@ -56,8 +59,10 @@ class RunConfig:
     trace_images: int = 64
     alpha_signal: Literal["accuracy", "loss", "kl"] = "kl"
     alpha_trace: Literal["quantized", "fp"] = "fp"
+    hessian: Literal["fisher", "hutchinson"] = "fisher"
     # allocation and exchanges
     allocator: str = "ilp"
+    configurations: int = 519
     exchanges: int = 24
     exchange_error: Literal["cost", "local", "cumulative"] = "cost"
     ratios: Literal["paper", "exact", "optimal", "measured"] = "measured"
@@ -87,6 +92,7 @@ class RunConfig:
             "probe_images",
             "trace_images",
             "score_images",
+            "configurations",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -101,13 +107,18 @@ class RunConfig:
             raise ConfigError(f"mu is a share of the blocks in (0, 1], got {self.mu:g}")
         if self.target_size is not None and self.target_size < 1:
             raise ConfigError(f"target_size must be positive, got {self.target_size}")
-        if self.choices is not None:
-            wrong = [b for b in self.choices if not MIN_BITS <= b <= MAX_BITS]
-            if wrong or not self.choices or len(set(self.choices)) != len(self.choices):
+        for name in ("choices", "act_choices"):
+            widths = getattr(self, name)
+            if widths is None:
+                continue
+            wrong = [b for b in widths if not MIN_BITS <= b <= MAX_BITS]
+            if wrong or not widths or len(set(widths)) != len(widths):
                 raise ConfigError(
-                    f"choices must be different widths in {MIN_BITS}..{MAX_BITS}, "
-                    f"got {','.join(map(str, self.choices)) or 'none'}"
+                    f"{name} must be different widths in {MIN_BITS}..{MAX_BITS}, "
+                    f"got {','.join(map(str, widths)) or 'none'}"
                 )
+        if self.joint and self.act_choices is not None:
+            raise ConfigError("act_choices are for separate widths: set joint to false")
 
     @property
     def target(self) -> LayerBits:
@@ -122,7 +133,17 @@ class RunConfig:
         if weights is None:
             target = self.target.weight
             weights = WIDE if self.preset == "best" else _paper_widths(target)
+        if not self.joint:
+            activations = sorted(self.act_choices or _around(self.target.activation))
+            return tuple(LayerBits(w, a) for w in sorted(weights) for a in activations)
         return tuple(LayerBits(b, self._activation(b)) for b in sorted(weights))
+
+    @property
+    def mean_activation_bits(self) -> float | None:
+        """The budget of activation widths; there is none where they follow the weight widths."""
+        if self.joint:
+            return None
+        return self.bits if self.act_bits is None else float(self.act_bits)
 
     def _activation(self, weight: int) -> int:
         if self.act_bits is None:
@@ -132,13 +153,21 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The effective values, ready for a report or a file header."""
-        return {**asdict(self), "choices": [b.weight for b in self.widths]}
+        effective: dict[str, Any] = {"choices": sorted({b.weight for b in self.widths})}
+        if not self.joint:
+            effective["act_choices"] = sorted({b.activation for b in self.widths})
+        return {**asdict(self), **effective}
 
 
 def _paper_widths(target: int) -> tuple[int, ...]:
     """The paper's sets: 1..5 around three bits, 2..5 around four, else two on either side."""
     low, high = {3: (1, 5), 4: (2, 5)}.get(target, (target - 2, target + 2))
     return tuple(range(max(MIN_BITS, low), min(MAX_BITS, high) + 1))
+
+
+def _around(target: int) -> tuple[int, ...]:
+    """The width and its neighbours: each width more is as many fits again."""
+    return tuple(b for b in (target - 1, target, target + 1) if MIN_BITS <= b <= MAX_BITS)
 
 
 PAPER: dict[str, Any] = {
@@ -174,8 +203,9 @@ def make_config(options: Mapping[str, Any]) -> RunConfig:
     unknown = sorted(set(given) - known)
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]!r}; known: {', '.join(sorted(known))}")
-    if isinstance(given.get("choices"), list):
-        given["choices"] = tuple(given["choices"])
+    for key in ("choices", "act_choices"):
+        if isinstance(given.get(key), list):
+            given[key] = tuple(given[key])
     return RunConfig(**{**PRESETS[preset], **given})
 
 
@@ -215,4 +245,5 @@ def _describe(hint: Any) -> str:
         return f"a list of {_describe(get_args(hint)[0])}"
     if origin is not None:
         return " or ".join(_describe(part) for part in get_args(hint) if part is not type(None))
-    return {int: "a whole number", float: "a number", str: "a name"}.get(hint, str(hint))
+    names = {int: "a whole number", float: "a number", str: "a name", bool: "true or false"}
+    return names.get(hint, str(hint))

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from torch import nn
 from lampq.allocate import ALLOCATORS, Allocator, check_feasible
 from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
 from lampq.artifact.pack import packed_size
-from lampq.calibrate import collect
+from lampq.calibrate import Stats, collect
 from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples, gather
 from lampq.errors import BudgetError, ConfigError
@@ -24,11 +25,12 @@ from lampq.graph.discover import discover, missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
 from lampq.graph.rotate import rotate_attention_
 from lampq.methods import METHODS, FitCache, Method, SiteWidths
+from lampq.methods.sequential import collect_in_order
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
 from lampq.quant.modules import assemble
 from lampq.scoring import PlanScorer, Run, improved, not_worse_than_uniform
-from lampq.types import Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
+from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
 # the preprocessing that a checkpoint may carry, as JSON
 HEADER_ROOM = 160
@@ -89,14 +91,24 @@ def packed(
     return checkpoint_bytes(model, source, notes)
 
 
-def build(factory: Callable[..., T], config: RunConfig) -> T:
-    """A method or metric with the options of the configuration that it has a field for."""
+def options_of(factory: Callable[..., Any], config: RunConfig) -> dict[str, Any]:
+    """The options of the configuration that a plug-in has a field or an argument for."""
     taken = {}
     for name in inspect.signature(factory).parameters:
         key = OPTION_OF_FIELD.get(name, name)
         if hasattr(config, key):
             taken[name] = getattr(config, key)
-    return factory(**taken)
+    return taken
+
+
+def build(factory: Callable[..., T], config: RunConfig) -> T:
+    """A method or metric with its options of the configuration."""
+    return factory(**options_of(factory, config))
+
+
+def budget_of(config: RunConfig, mean_bits: float | None = None) -> Budget:
+    """The budget of a configuration, or that with another mean weight width."""
+    return Budget(config.bits if mean_bits is None else mean_bits, config.mean_activation_bits)
 
 
 def site_widths(config: RunConfig) -> SiteWidths:
@@ -130,14 +142,16 @@ def prepare(
     """All checks that need no image: names, weights, graph, budget, plan."""
     method = build(METHODS.get(config.method), config)
     metric = build(METRICS.get(config.metric), config)
-    allocator = ALLOCATORS.get(config.allocator)
+    function = ALLOCATORS.get(config.allocator)
+    allocator = partial(function, **options_of(function, config))
     check_finite(model)
     opened = explicit(model)
     if config.rotation == "attention":
         rotate_attention_(opened, config.seed)
     graph = discover(opened, patterns)
-    if config.target_size is None:
-        check_feasible(graph.allocatable, config.widths, Budget(config.bits))
+    # the weight budget of a file size is known later
+    weights = MAX_BITS if config.target_size is not None else None
+    check_feasible(graph.allocatable, config.widths, budget_of(config, weights))
     if plan is not None:
         given_plan(graph, plan)
     return Prepared(opened, graph, method, metric, allocator)
@@ -194,13 +208,7 @@ def _quantize(
     samples = samples.subset(config.images, config.seed)
     with run.progress.stage("collect"):
         graph = verify_norms(opened, graph, samples.inputs(slice(0, 2)))
-        stats = collect(
-            opened,
-            graph,
-            samples.subset(config.fit_images, config.seed),
-            tokens=config.fit_tokens,
-            seed=config.seed,
-        )
+        stats = _statistics(job, graph, samples.subset(config.fit_images, config.seed), config, run)
     fits = FitCache(
         opened,
         graph,
@@ -210,7 +218,7 @@ def _quantize(
         store=run.store,
         progress=run.progress,
     )
-    budget = Budget(config.bits)
+    budget = budget_of(config)
     if config.target_size is not None:
         budget = _size_budget(config, fits, source)
     uniform = _widest_uniform(graph, config, budget)
@@ -222,10 +230,16 @@ def _quantize(
     steps: tuple[Step, ...] = ()
     if given is not None:
         plan = given_plan(graph, given)
-        if not budget.allows(plan):
+        over = budget.excess(plan)
+        if over[0]:
             notices.append(
                 f"the given plan averages {plan.mean_weight_bits:.3f} bits, "
                 f"above the target of {budget.mean_bits:.3f}"
+            )
+        if over[1]:
+            notices.append(
+                f"the given plan averages {plan.mean_activation_bits:.3f} activation bits, "
+                f"above the target of {budget.mean_activation_bits:.3f}"
             )
     else:
         with run.progress.stage("metric"):
@@ -259,6 +273,36 @@ def _quantize(
         steps,
         calibration,
         (),
+    )
+
+
+def _statistics(
+    job: Prepared, graph: ModelGraph, samples: Samples, config: RunConfig, run: Run
+) -> Mapping[str, Stats]:
+    """What every site sees: in the float model, or behind sites at the target width."""
+    quantized = config.fit_inputs == "quantized"
+    if config.fit_inputs == "published":
+        quantized = getattr(job.method, "sequential", False)
+    if not quantized:
+        return collect(
+            job.model,
+            graph,
+            samples,
+            tokens=config.fit_tokens,
+            gradients=getattr(job.method, "wants_gradients", False),
+            block_images=getattr(job.method, "block_images", 0),
+            seed=config.seed,
+        )
+    plan = BitPlan.uniform(graph.allocatable, config.target)
+    return collect_in_order(
+        job.model,
+        graph,
+        samples,
+        job.method,
+        plan,
+        site_widths(config),
+        seed=config.seed,
+        progress=run.progress,
     )
 
 
@@ -300,7 +344,7 @@ def _size_budget(config: RunConfig, fits: FitCache, source: ModelSource) -> Budg
             f"a file of {config.target_size} bytes is too small: with every layer at "
             f"{config.widths[0].weight} bits it takes {least} bytes"
         )
-    return Budget(room / weights)
+    return budget_of(config, room / weights)
 
 
 def given_plan(graph: ModelGraph, given: Mapping[str, LayerBits]) -> BitPlan:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from lampq.types import BitPlan, Budget, LayerBits, Step
+from lampq.types import BitPlan, Budget, LayerBits, Step, narrower, separate, wider
 
 Ratios = Literal["paper", "exact", "optimal", "measured"]
 SCORE_TOLERANCE = 1e-9
@@ -41,10 +42,20 @@ def gaussian_moments(bits: int, clip: float = 3.0) -> tuple[float, float]:
     return cross, square
 
 
-def expected_error(bits: int) -> float:
-    """Lemma 3 for normal weights and inputs of unit variance, up to a constant factor."""
+def expected_error(bits: int, activation_bits: int | None = None) -> float:
+    """Lemma 3 for normal weights and inputs of unit variance, up to a constant factor.
+
+    The lemma is printed for one width; the same expectation is taken for two different ones.
+    """
     cross, square = gaussian_moments(bits)
-    return 2 * square + square**2 + 2 * cross**2 + 4 * cross * square
+    other_cross, other_square = gaussian_moments(activation_bits or bits)
+    return (
+        square
+        + other_square
+        + square * other_square
+        + 2 * cross * other_cross
+        + 2 * (cross * other_square + other_cross * square)
+    )
 
 
 def expected_ratio(bits: int, table: Ratios) -> float:
@@ -56,11 +67,44 @@ def expected_ratio(bits: int, table: Ratios) -> float:
     return OPTIMAL_ERRORS[bits - 2] / OPTIMAL_ERRORS[bits - 1]
 
 
+def step_ratio(narrow: LayerBits, wide: LayerBits, table: Ratios, *, apart: bool) -> float:
+    """Error at the narrower choice over error at the wider one.
+
+    ``apart``: weight and activation widths are chosen separately. The paper's tables are for one
+    width; there, the error is the mean of what they give for the weight and for the activation,
+    which is the first order of Lemma 3. "exact" takes the lemma itself. Otherwise the weight width
+    stands for both.
+    """
+    if not apart:
+        return math.prod(
+            expected_ratio(b, table) for b in range(narrow.weight + 1, wide.weight + 1)
+        )
+    if table == "exact":
+        return expected_error(narrow.weight, narrow.activation) / expected_error(
+            wide.weight, wide.activation
+        )
+
+    def error(bits: int) -> float:
+        return 1 / math.prod(expected_ratio(b, table) for b in range(2, bits + 1))
+
+    return (error(narrow.weight) + error(narrow.activation)) / (
+        error(wide.weight) + error(wide.activation)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Layers of one width taken to a neighbouring choice."""
+
+    layers: tuple[str, ...]
+    bits: LayerBits
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One layer to widen and those to narrow for it, with the expected net gain."""
+    """The layers to widen and those to narrow for them, with the expected net gain."""
 
-    widened: str
+    widened: tuple[str, ...]
     narrowed: tuple[str, ...]
     gain: float
 
@@ -71,7 +115,8 @@ class RefineOptions:
 
     ``gain_formula``: "verbal" is the definition in words, "printed" the formulas as printed, which
     have gain and degradation interchanged. ``swap_budget``: "weighted" keeps the parameter-weighted
-    mean within the budget, "unweighted" only the number of bits, as the paper argues.
+    mean within the budget, "unweighted" only the number of bits, as the paper argues; a budget of
+    activation bits is kept by both.
     ``patience``: rejected exchanges before the search ends (0: the first ends it, as in the paper).
     """
 
@@ -86,120 +131,143 @@ Errors = Callable[[BitPlan], Mapping[str, float]]
 ErrorAt = Callable[[str, LayerBits], float]
 
 
-def neighbours(
-    bits: LayerBits, choices: tuple[LayerBits, ...]
-) -> tuple[LayerBits | None, LayerBits | None]:
-    """The next narrower and the next wider choice, where there is one."""
-    place = choices.index(bits)
-    narrower = choices[place - 1] if place > 0 else None
-    wider = choices[place + 1] if place + 1 < len(choices) else None
-    return narrower, wider
-
-
 def gains_and_harms(
     plan: BitPlan,
     choices: tuple[LayerBits, ...],
     errors: Mapping[str, float],
     error_at: ErrorAt,
     options: RefineOptions,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Expected fall of error of one step up, and rise of one step down, where possible."""
-    gains: dict[str, float] = {}
-    harms: dict[str, float] = {}
-    for name, bits in plan.items():
-        narrower, wider = neighbours(bits, choices)
-        error = errors[name]
+    units: tuple[tuple[str, ...], ...] | None = None,
+) -> tuple[dict[Move, float], dict[Move, float]]:
+    """Expected fall of error of every step up, and rise of every step down.
+
+    ``units``: the layers that share a width, all layers named; by default each is on its own.
+    """
+    gains: dict[Move, float] = {}
+    harms: dict[Move, float] = {}
+    apart = separate(choices)
+    for unit in units or tuple((name,) for name in plan):
+        bits = plan[unit[0]]
+        error = sum(errors[name] for name in unit)
+
+        def measured(at: LayerBits, unit: tuple[str, ...] = unit) -> float:
+            return sum(error_at(name, at) for name in unit)
+
+        ups, downs = wider(bits, choices), narrower(bits, choices)
         if options.ratios == "measured":
-            here = error_at(name, bits)
-            up = max(0.0, here - error_at(name, wider)) if wider else None
-            down = max(0.0, error_at(name, narrower) - here) if narrower else None
+            here = measured(bits)
+            up = {to: max(0.0, here - measured(to)) for to in ups}
+            down = {to: max(0.0, measured(to) - here) for to in downs}
         else:
-            up = _scaled_fall(error, bits.weight, wider.weight, options.ratios) if wider else None
-            down = (
-                _scaled_rise(error, narrower.weight, bits.weight, options.ratios)
-                if narrower
-                else None
-            )
-            if options.gain_formula == "printed" and up is not None and down is not None:
-                up, down = down, up
-        if up is not None:
-            gains[name] = up
-        if down is not None:
-            harms[name] = down
+            ratio = partial(step_ratio, table=options.ratios, apart=apart)
+            up = {to: error * (1 - 1 / ratio(bits, to)) for to in ups}
+            down = {to: error * (ratio(to, bits) - 1) for to in downs}
+            if options.gain_formula == "printed":
+                up, down = _interchanged(bits, up, down)
+        gains.update({Move(unit, to): value for to, value in up.items()})
+        harms.update({Move(unit, to): value for to, value in down.items()})
     return gains, harms
 
 
-def _scaled_fall(error: float, bits: int, wider: int, table: Ratios) -> float:
-    factor = math.prod(expected_ratio(b, table) for b in range(bits + 1, wider + 1))
-    return error * (1 - 1 / factor)
+def _interchanged(
+    bits: LayerBits, up: dict[LayerBits, float], down: dict[LayerBits, float]
+) -> tuple[dict[LayerBits, float], dict[LayerBits, float]]:
+    """Gain and harm interchanged where the same width can go both ways."""
+    swapped = dict(up), dict(down)
+    for above in up:
+        for below in down:
+            if _moved(bits, above) == _moved(below, bits):
+                swapped[0][above], swapped[1][below] = down[below], up[above]
+    return swapped
 
 
-def _scaled_rise(error: float, narrower: int, bits: int, table: Ratios) -> float:
-    factor = math.prod(expected_ratio(b, table) for b in range(narrower + 1, bits + 1))
-    return error * (factor - 1)
+def _moved(narrow: LayerBits, wide: LayerBits) -> Literal["weight", "activation"]:
+    """The width that a step is about; the weight where both change."""
+    return "weight" if narrow.weight != wide.weight else "activation"
+
+
+def _applied(plan: BitPlan, move: Move) -> BitPlan:
+    for name in move.layers:
+        plan = plan.with_bits(name, move.bits)
+    return plan
 
 
 def propose(
     plan: BitPlan,
     budget: Budget,
-    gains: Mapping[str, float],
-    harms: Mapping[str, float],
-    choices: tuple[LayerBits, ...],
+    gains: Mapping[Move, float],
+    harms: Mapping[Move, float],
     options: RefineOptions,
 ) -> list[tuple[Exchange, BitPlan]]:
     """Exchanges by falling expected net gain, each with the plan it leads to.
 
     Weighted: the budget is kept by narrowing as many layers as the widened one needs, the least
-    harm per freed bit first.
+    harm per freed bit first. Where widths are separate, weight bits pay for weight bits and
+    activation bits for activation bits.
     """
     found = []
-    for widened, gain in gains.items():
-        wider = neighbours(plan[widened], choices)[1]
-        assert wider is not None, "only layers with a wider choice have a gain"
-        raised = plan.with_bits(widened, wider)
+    for move, gain in gains.items():
+        raised = _applied(plan, move)
+        others = {other: harm for other, harm in harms.items() if other.layers != move.layers}
         if options.swap_budget == "unweighted":
-            bundles: list[tuple[str, ...]] = [(name,) for name in harms if name != widened]
+            kind = _moved(plan[move.layers[0]], move.bits)
+            bundles: list[tuple[Move, ...]] = [
+                (other,) for other in others if _moved(other.bits, plan[other.layers[0]]) == kind
+            ]
         else:
-            bundles = _bundles(raised, widened, budget, harms, choices)
+            bundles = _bundles(plan, budget.excess(raised), others)
         for bundle in bundles:
             after = raised
-            for name in bundle:
-                narrower = neighbours(plan[name], choices)[0]
-                assert narrower is not None, "only layers with a narrower choice have a harm"
-                after = after.with_bits(name, narrower)
-            net = gain - sum(harms[name] for name in bundle)
-            found.append((Exchange(widened, bundle, net), after))
+            for other in bundle:
+                after = _applied(after, other)
+            if options.swap_budget == "unweighted" and budget.excess(after)[1]:
+                continue
+            narrowed = tuple(name for other in bundle for name in other.layers)
+            net = gain - sum(others[other] for other in bundle)
+            found.append((Exchange(move.layers, narrowed, net), after))
     return sorted(found, key=lambda pair: -pair[0].gain)
 
 
 def _bundles(
-    raised: BitPlan,
-    widened: str,
-    budget: Budget,
-    harms: Mapping[str, float],
-    choices: tuple[LayerBits, ...],
-) -> list[tuple[str, ...]]:
-    """Every single layer that pays for the widening, and the cheapest bundle of several."""
-    if budget.allows(raised):
+    plan: BitPlan, excess: tuple[int, int], harms: Mapping[Move, float]
+) -> list[tuple[Move, ...]]:
+    """Every single move that pays for the excess, and the cheapest bundle of several."""
+    if excess == (0, 0):
         return [()]
-    excess = raised.total_weight_bits - budget.limit(raised.layers)
+    sizes = {layer.name: layer.n_params for layer in plan.layers}
+    first = 0 if excess[0] else 1  # bundles are filled by the first of the limits exceeded
     freed = {}
-    for layer in raised.layers:
-        narrower = neighbours(raised[layer.name], choices)[0]
-        if layer.name in harms and layer.name != widened and narrower is not None:
-            saved = raised[layer.name].weight - narrower.weight
-            freed[layer.name] = layer.n_params * saved
-    singles: list[tuple[str, ...]] = [(name,) for name, bits in freed.items() if bits >= excess]
-    bundle: list[str] = []
-    for name in sorted(freed, key=lambda n: harms[n] / freed[n]):
-        if freed[name] >= excess and bundle:
+    for move in harms:
+        old = plan[move.layers[0]]
+        saved = (
+            sum(sizes[name] for name in move.layers) * (old.weight - move.bits.weight),
+            len(move.layers) * (old.activation - move.bits.activation),
+        )
+        if saved[first]:
+            freed[move] = saved
+
+    def pays(moves: list[Move]) -> bool:
+        return all(
+            sum(freed[move][i] for move in moves) >= needed for i, needed in enumerate(excess)
+        )
+
+    singles: list[tuple[Move, ...]] = [(move,) for move in freed if pays([move])]
+    bundle: list[Move] = []
+    for move in sorted(freed, key=lambda m: harms[m] / freed[m][first]):
+        if (pays([move]) and bundle) or any(move.layers == other.layers for other in bundle):
             continue
-        bundle.append(name)
-        if sum(freed[n] for n in bundle) >= excess:
+        bundle.append(move)
+        if pays(bundle):
             break
-    if len(bundle) > 1 and sum(freed[n] for n in bundle) >= excess:
+    if len(bundle) > 1 and pays(bundle):
         singles.append(tuple(bundle))
     return singles
+
+
+def _label(before: LayerBits, after: LayerBits) -> Literal["weight", "activation", "both"]:
+    if before.activation == after.activation:
+        return "weight"
+    return "activation" if before.weight == after.weight else "both"
 
 
 def refine(
@@ -211,9 +279,11 @@ def refine(
     error_at: ErrorAt,
     score: Callable[[BitPlan], float],
     options: RefineOptions,
+    units: tuple[tuple[str, ...], ...] | None = None,
 ) -> Iterator[Step]:
     """Attempted exchanges, in order; the last accepted one carries the best plan.
 
+    Layers of one of the ``units`` keep one width and move together.
     Scores of accepted steps rise strictly. No plan is scored twice, so the search cannot cycle.
     """
     best = score(plan)
@@ -221,9 +291,9 @@ def refine(
     rejected = 0
     attempts = 0
     while rejected <= options.patience:
-        gains, harms = gains_and_harms(plan, choices, errors(plan), error_at, options)
+        gains, harms = gains_and_harms(plan, choices, errors(plan), error_at, options, units)
         progressed = False
-        for exchange, after in propose(plan, budget, gains, harms, choices, options):
+        for exchange, after in propose(plan, budget, gains, harms, options):
             if after.widths in tried:
                 continue
             if attempts >= options.max_exchanges or rejected > options.patience:
@@ -232,7 +302,9 @@ def refine(
             attempts += 1
             reached = score(after)
             accepted = reached > best + SCORE_TOLERANCE
-            yield Step((exchange.widened,), exchange.narrowed, after, reached, accepted)
+            name = exchange.widened[0]
+            moved = _label(plan[name], after[name])
+            yield Step(exchange.widened, exchange.narrowed, after, reached, accepted, moved)
             if accepted:
                 plan, best, rejected, progressed = after, reached, 0, True
                 break

@@ -151,6 +151,7 @@ def improved(
             error_at=error_at,
             score=lambda p: _score_of(scorer.quality(p), config.accept),
             options=options,
+            units=table.units,
         )
         for step in run.progress.track(attempts, "exchanges", None):
             steps.append(step)

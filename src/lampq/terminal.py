@@ -96,8 +96,8 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
 
 
 def plan_table(plan: BitPlan) -> Table:
-    """Weight bits by block and role."""
-    table = Table(title="weight bits by block")
+    """Widths by block and role; weight/activation where the two differ."""
+    table = Table(title="bits by block")
     roles = ("qkv", "proj", "fc1", "fc2")
     for column in ("block", *roles):
         table.add_column(column, justify="right")

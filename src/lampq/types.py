@@ -98,6 +98,31 @@ class LayerBits:
     def __str__(self) -> str:
         return f"{self.weight}/{self.activation}"
 
+    def within(self, other: LayerBits) -> bool:
+        """Whether neither width is larger than the other's."""
+        return self.weight <= other.weight and self.activation <= other.activation
+
+
+def wider(bits: LayerBits, choices: tuple[LayerBits, ...]) -> tuple[LayerBits, ...]:
+    """The next wider choices: those with no other choice between.
+
+    Where every weight width has one activation width, there is at most one. Where the two are
+    separate, there may be two: one wider in the weight, one in the activation.
+    """
+    above = [c for c in choices if c != bits and bits.within(c)]
+    return tuple(c for c in above if not any(d != c and d.within(c) for d in above))
+
+
+def narrower(bits: LayerBits, choices: tuple[LayerBits, ...]) -> tuple[LayerBits, ...]:
+    """The next narrower choices: those with no other choice between."""
+    below = [c for c in choices if c != bits and c.within(bits)]
+    return tuple(c for c in below if not any(d != c and c.within(d) for d in below))
+
+
+def separate(choices: tuple[LayerBits, ...]) -> bool:
+    """Whether one weight width comes with several activation widths."""
+    return len({bits.weight for bits in choices}) < len(choices)
+
 
 @dataclass(frozen=True, slots=True)
 class BitPlan(Mapping[str, LayerBits]):
@@ -138,9 +163,14 @@ class BitPlan(Mapping[str, LayerBits]):
         return self.total_weight_bits / sum(layer.n_params for layer in self.layers)
 
     @property
+    def total_activation_bits(self) -> int:
+        """Sum of the widths of the layers' inputs, each layer counted once."""
+        return sum(bits.activation for bits in self.widths)
+
+    @property
     def mean_activation_bits(self) -> float:
         """Mean width of the layers' inputs, over layers."""
-        return sum(bits.activation for bits in self.widths) / len(self.widths)
+        return self.total_activation_bits / len(self.widths)
 
     def with_bits(self, name: str, bits: LayerBits) -> BitPlan:
         """The same plan with another width for one layer."""
@@ -160,40 +190,71 @@ class BitPlan(Mapping[str, LayerBits]):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """An upper limit on the mean weight width of the searched layers, over parameters."""
+    """An upper limit on the mean weight width of the searched layers, over parameters.
+
+    ``mean_activation_bits`` limits the mean width of their inputs too, over layers; None sets no
+    limit.
+    """
 
     mean_bits: float
+    mean_activation_bits: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.mean_bits < float("inf"):
-            raise BudgetError(f"the mean width must be a positive number, got {self.mean_bits}")
+        for mean in (self.mean_bits, self.mean_activation_bits):
+            if mean is not None and not 0 < mean < float("inf"):
+                raise BudgetError(f"the mean width must be a positive number, got {mean}")
 
     def limit(self, layers: tuple[LayerSpec, ...]) -> int:
         """The largest number of weight bits that the layers may take together."""
         # a relative 1e-9 forgives the rounding of a mean such as 3.1, never a whole weight
         return int(self.mean_bits * sum(layer.n_params for layer in layers) * (1 + 1e-9))
 
+    def activation_limit(self, layers: tuple[LayerSpec, ...]) -> int | None:
+        """The largest sum of the widths of the layers' inputs."""
+        if self.mean_activation_bits is None:
+            return None
+        return int(self.mean_activation_bits * len(layers) * (1 + 1e-9))
+
+    def excess(self, plan: BitPlan) -> tuple[int, int]:
+        """Weight bits and activation bits above the limits; zero where the plan is within."""
+        limit = self.activation_limit(plan.layers)
+        return (
+            max(0, plan.total_weight_bits - self.limit(plan.layers)),
+            0 if limit is None else max(0, plan.total_activation_bits - limit),
+        )
+
     def allows(self, plan: BitPlan) -> bool:
-        """Whether the plan is within the limit."""
-        return plan.total_weight_bits <= self.limit(plan.layers)
+        """Whether the plan is within the limits."""
+        return self.excess(plan) == (0, 0)
 
     def checked(self, plan: BitPlan) -> BitPlan:
-        """The plan itself, or a BudgetError if it is over the limit."""
-        if not self.allows(plan):
+        """The plan itself, or a BudgetError if it is over a limit."""
+        weight, activation = self.excess(plan)
+        if weight:
             raise BudgetError(
                 f"the plan averages {plan.mean_weight_bits:.4f} bits, "
                 f"the budget allows {self.mean_bits:.4f}"
+            )
+        if activation:
+            raise BudgetError(
+                f"the plan averages {plan.mean_activation_bits:.4f} activation bits, "
+                f"the budget allows {self.mean_activation_bits:.4f}"
             )
         return plan
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """What each width of each layer is expected to cost; lower is better."""
+    """What each width of each layer is expected to cost; lower is better.
+
+    Layers named together in ``groups`` share one width, whatever picks it; all others are on their
+    own.
+    """
 
     layers: tuple[LayerSpec, ...]
     choices: tuple[LayerBits, ...]
     cost: NDArray[np.float64]
+    groups: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.cost.shape != (len(self.layers), len(self.choices)):
@@ -206,6 +267,19 @@ class CostTable:
             raise ConfigError(f"the cost of {self.layers[row].name!r} is not finite")
         if list(self.choices) != sorted(set(self.choices)):
             raise ConfigError("the choices of a cost table must ascend")
+        names = [layer.name for layer in self.layers]
+        grouped = [name for group in self.groups for name in group]
+        for name in grouped:
+            if name not in names or grouped.count(name) > 1:
+                raise ConfigError(f"the groups of a cost table must name {name!r} once, as a layer")
+
+    @property
+    def units(self) -> tuple[tuple[str, ...], ...]:
+        """All layers by name, those of one width together, by the first of each."""
+        group_of = {name: group for group in self.groups for name in group}
+        return tuple(
+            dict.fromkeys(group_of.get(layer.name, (layer.name,)) for layer in self.layers)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +294,14 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One attempted exchange of bits between layers."""
+    """One attempted exchange of bits between layers.
+
+    ``moved``: which widths of the widened layers changed.
+    """
 
     widened: tuple[str, ...]
     narrowed: tuple[str, ...]
     plan: BitPlan
     score: float
     accepted: bool
+    moved: Literal["weight", "activation", "both"] = "both"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Case
+from torch.nn import functional as F
 
 from lampq.calibrate import LayerStats, MatmulStats, collect
 from lampq.data import Samples
@@ -16,7 +17,7 @@ from lampq.evaluate import divergence
 from lampq.methods import METHODS, FitCache, LinearView, Method, SiteWidths
 from lampq.methods.minmax import MinMax, per_row
 from lampq.metrics.base import Evidence
-from lampq.metrics.output import MeasuredKL, OutputFisher, ReconstructionError
+from lampq.metrics.output import MeasuredHarm, OutputFisher, ReconstructionError
 from lampq.quant.modules import LayerFit, MatmulFit, assemble
 from lampq.types import LayerBits, MatmulSpec
 
@@ -25,7 +26,7 @@ METRICS = {
     "projected": OutputFisher(form="projected"),
     "diagonal": OutputFisher(form="diagonal"),
     "both": OutputFisher(form="both"),
-    "kl": MeasuredKL(),
+    "kl": MeasuredHarm(),
     "recon": ReconstructionError(),
 }
 metrics = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
@@ -90,6 +91,21 @@ def test_rows_and_columns_are_those_asked_for(vit: Case, metric: OutputFisher) -
     np.testing.assert_allclose(few.cost, everything.cost[:, 1:3], rtol=1e-5)
 
 
+PAIRS = tuple(LayerBits(w, a) for w in (2, 4) for a in (2, 6))
+
+
+@metrics
+def test_a_pair_of_widths_costs_what_it_costs_alone(vit: Case, metric: OutputFisher) -> None:
+    evidence = evidence_of(vit)
+    cost = metric(evidence, PAIRS).table.cost
+    assert cost.shape == (len(vit.graph.allocatable), 4)
+    alone = metric(evidence_of(vit), (LayerBits(4, 4), LayerBits(4, 6))).table.cost[:, 1]
+    np.testing.assert_allclose(cost[:, 3], alone, rtol=1e-5)
+    # 2/2 is worse than 2/6 and than 4/2, and those than 4/6
+    total = cost.sum(axis=0)
+    assert total[0] > max(total[1], total[2]) > min(total[1], total[2]) > total[3]
+
+
 @metrics
 def test_samples_without_labels_do(vit: Case, metric: OutputFisher) -> None:
     table = metric(evidence_of(vit, labels=False), CHOICES[:2]).table
@@ -109,7 +125,7 @@ def test_the_expected_divergence_agrees_with_the_measured_one_where_errors_are_s
     narrow = tuple(LayerBits(b, b) for b in (6, 7, 8))
     evidence = evidence_of(case, METHODS.get(method)(), images=24)
     expected = OutputFisher(draws=16, form="projected")(evidence, narrow).table.cost
-    measured = MeasuredKL()(evidence, narrow).table.cost
+    measured = MeasuredHarm()(evidence, narrow).table.cost
     assert (measured > 0).all()
     ratio = expected / measured
     assert 1 / 3 < np.median(ratio) < 3
@@ -119,7 +135,7 @@ def test_the_expected_divergence_agrees_with_the_measured_one_where_errors_are_s
 
 def test_the_measured_divergence_is_that_of_the_model_with_one_layer_quantized(case: Case) -> None:
     evidence = evidence_of(case)
-    table = MeasuredKL()(evidence, CHOICES[:2]).table
+    table = MeasuredHarm()(evidence, CHOICES[:2]).table
     with torch.no_grad():
         reference = case.model(evidence.samples.images)
         for layer, row in zip(table.layers, table.cost, strict=True):
@@ -127,6 +143,27 @@ def test_the_measured_divergence_is_that_of_the_model_with_one_layer_quantized(c
             logits = model(evidence.samples.images)
             expected = divergence(logits, reference)
             assert row[0] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+
+
+def test_the_measured_loss_is_the_rise_of_the_cross_entropy(case: Case) -> None:
+    evidence = evidence_of(case)
+    table = MeasuredHarm(signal="loss")(evidence, CHOICES[:2]).table
+    labels = evidence.samples.require_labels("a test")
+    with torch.no_grad():
+        before = float(F.cross_entropy(case.model(evidence.samples.images), labels))
+        for layer, row in zip(table.layers, table.cost, strict=True):
+            model = assemble(case.model, [evidence.fits.layer(layer.name, CHOICES[0])])
+            after = float(F.cross_entropy(model(evidence.samples.images), labels))
+            assert row[0] == pytest.approx(after - before, rel=1e-3, abs=1e-5)
+
+
+def test_without_labels_the_loss_is_that_of_the_float_answers(vit: Case) -> None:
+    evidence = evidence_of(vit, labels=False)
+    with torch.no_grad():
+        answers = vit.model(evidence.samples.images).argmax(dim=1)
+    labelled = replace(evidence, samples=replace(evidence.samples, labels=answers))
+    costs = [MeasuredHarm(signal="loss")(e, CHOICES[:2]).table.cost for e in (evidence, labelled)]
+    assert np.array_equal(*costs)
 
 
 def test_a_layer_that_quantization_leaves_as_it_is_costs_nothing(vit: Case) -> None:
@@ -140,7 +177,7 @@ def test_a_layer_that_quantization_leaves_as_it_is_costs_nothing(vit: Case) -> N
             weight.copy_(per_row(weight, 8)(weight))
         assert torch.allclose(per_row(weight, 8)(weight), weight, rtol=1e-6, atol=1e-7)
     evidence = evidence_of(replace(vit, model=model), OnTheGrid())
-    for metric in (MeasuredKL(), OutputFisher(form="projected"), ReconstructionError()):
+    for metric in (MeasuredHarm(), OutputFisher(form="projected"), ReconstructionError()):
         cost = metric(evidence, (eight,)).table.cost[:, 0]
         row = vit.graph.allocatable.index(untouched)
         assert abs(cost[row]) < 1e-9
@@ -170,8 +207,8 @@ def test_the_mean_of_both_forms_is_geometric(vit: Case) -> None:
 
 
 def test_more_images_than_there_are_give_all_of_them(vit: Case) -> None:
-    all_of_them = MeasuredKL(images=6)(evidence_of(vit), CHOICES[:2]).table.cost
-    more = MeasuredKL(images=10**6)(evidence_of(vit), CHOICES[:2]).table.cost
+    all_of_them = MeasuredHarm(images=6)(evidence_of(vit), CHOICES[:2]).table.cost
+    more = MeasuredHarm(images=10**6)(evidence_of(vit), CHOICES[:2]).table.cost
     assert np.array_equal(all_of_them, more)
 
 

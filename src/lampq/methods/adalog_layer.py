@@ -21,13 +21,13 @@ from lampq.methods.search import (
 from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import LayerFit
+from lampq.quant.twin import GELU_MINIMUM
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits
 
 if TYPE_CHECKING:
     from lampq.methods.adalog import AdaLog
 
-GELU_MINIMUM = 0.16997124254703522
 STEPS = range(10, 138)
 
 

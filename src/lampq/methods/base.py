@@ -39,6 +39,9 @@ class Method(Protocol):
     """Quantizes one layer at one width, from float parameters and calibration statistics.
 
     A fit depends on this layer, this width and these statistics only. Nothing is modified.
+
+    A method may have two more attributes. ``wants_gradients = True`` asks for the gradients in the
+    statistics, ``block_images = n`` for views of the blocks on n images.
     """
 
     name: ClassVar[str]

@@ -1,8 +1,8 @@
-"""Weight codes that make up for the quantization of the input and of each other.
+"""Weights that make up for the quantization of the input and of each other.
 
-First the weight and bias are refitted to the quantized input by ridge regression, then rounded
-column by column as in GPTQ (Frantar et al., ICLR 2023), each error being spread over the columns
-still free.
+Two steps that can be taken apart: ridge regression refits the weight to the quantized input, and
+GPTQ (Frantar et al., ICLR 2023) rounds it column by column, each error being spread over the
+columns still free.
 """
 
 from __future__ import annotations
@@ -13,40 +13,54 @@ from torch import Tensor
 from lampq.quant.uniform import UniformQuantizer
 
 DAMPING = 0.01
+BLOCK = 64
 
 
 def compensated_codes(
     weight: Tensor, bias: Tensor, inputs: Tensor, quantized: Tensor, grid: UniformQuantizer
 ) -> tuple[Tensor, Tensor]:
-    """Codes (outputs, inputs) on the given grid, and the bias that goes with them."""
+    """Codes (outputs, inputs) of both steps on the given grid, and the bias that goes with them."""
     mean = inputs.mean(dim=0)
     quantized_mean = quantized.mean(dim=0)
     centred = (quantized - quantized_mean).double()
     exact = (inputs - mean).double() @ weight.double().T
-    gram = centred.T @ centred
-    damped = gram + DAMPING * gram.diagonal().mean().clamp_min(1e-12) * torch.eye(
-        len(gram), dtype=gram.dtype
-    )
+    damped = damp(centred.T @ centred, DAMPING)
     residual = exact - centred @ weight.double().T
-    refitted = weight.double() + torch.linalg.solve(damped, centred.T @ residual).T
-    codes = _gptq(refitted, damped, grid)
+    refitted = weight.double() + ridge(damped, centred.T @ residual).T
+    codes = gptq_codes(refitted, damped, grid, act_order=True)
     decoded = grid.decode(codes)
     # the bias carries what is left of the mean error
     return codes, bias + weight @ mean - decoded @ quantized_mean
 
 
-def _gptq(weight: Tensor, gram: Tensor, grid: UniformQuantizer) -> Tensor:
-    """Column-wise rounding with error feedback; weight and gram in float64."""
-    order = gram.diagonal().argsort(descending=True)
+def damp(gram: Tensor, share: float) -> Tensor:
+    """The Gram matrix with this share of its mean diagonal added to the diagonal."""
+    return gram + share * gram.diagonal().mean().clamp_min(1e-12) * torch.eye(
+        len(gram), dtype=gram.dtype, device=gram.device
+    )
+
+
+def ridge(damped: Tensor, cross: Tensor) -> Tensor:
+    """The solution of ``damped @ x = cross``, by Cholesky factors."""
+    return torch.cholesky_solve(cross, torch.linalg.cholesky(damped))
+
+
+def gptq_codes(weight: Tensor, gram: Tensor, grid: UniformQuantizer, *, act_order: bool) -> Tensor:
+    """Column-wise rounding with error feedback; weight and damped Gram matrix in float64.
+
+    ``act_order`` takes the columns of the largest inputs first.
+    """
+    order = torch.arange(len(gram), device=gram.device)
+    if act_order:
+        order = gram.diagonal().argsort(descending=True)
     W = weight[:, order].clone()
     inverse = torch.linalg.inv(gram[order][:, order])
     U = torch.linalg.cholesky(inverse, upper=True)
     codes = torch.empty_like(W)
     scale, zero = grid.scale.double().squeeze(1), grid.zero.double().squeeze(1)
     top = grid.n_codes - 1
-    block = 64
-    for start in range(0, W.shape[1], block):
-        stop = min(start + block, W.shape[1])
+    for start in range(0, W.shape[1], BLOCK):
+        stop = min(start + BLOCK, W.shape[1])
         errors = torch.empty_like(W[:, start:stop])
         for j in range(start, stop):
             code = (W[:, j] / scale + zero).round().clamp(0, top)
@@ -55,6 +69,4 @@ def _gptq(weight: Tensor, gram: Tensor, grid: UniformQuantizer) -> Tensor:
             W[:, j:stop] -= e[:, None] * U[j, j:stop]
             errors[:, j - start] = e
         W[:, stop:] -= errors @ U[start:stop, stop:]
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order))
-    return codes[:, back].to(torch.uint8)
+    return codes[:, order.argsort()].to(torch.uint8)

@@ -1,8 +1,7 @@
 """RepQ-ViT (Li et al., ICCV 2023): channel-wise scales behind a LayerNorm, folded into it.
 
-All ranges are the best of three percentiles by squared error. The published code calibrates each
-layer on inputs that are already quantized upstream; here every layer is fitted on float inputs, so
-that a fit depends on its own width only.
+All ranges are the best of three percentiles by squared error. Like the published code it is
+calibrated on inputs that are already quantized upstream, at the target width (`sequential`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,14 @@ from lampq.types import LayerBits, LayerRole, MatmulSpec
 PERCENTILES = (0.999, 0.9999, 0.99999)
 
 
-def _by_percentile(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _by_percentile(
+    rows: Tensor, bits: int, percentiles: tuple[float, ...] = PERCENTILES
+) -> tuple[Tensor, Tensor]:
     """Scale and zero point (groups,) of each row (groups, values), least squared error."""
     best_error = torch.full((len(rows),), float("inf"), dtype=rows.dtype)
     best_scale = torch.ones_like(best_error)
     best_zero = torch.zeros_like(best_error)
-    for share in PERCENTILES:
+    for share in percentiles:
         low, high = quantiles(rows, share)
         grid = UniformQuantizer.between(bits, low[:, None], high[:, None], whole=bits > 1)
         error = (grid(rows) - rows).square_().sum(dim=1)
@@ -48,31 +49,60 @@ def _per_tensor(x: Tensor, bits: int) -> UniformQuantizer:
     return UniformQuantizer(bits, scale[0], zero[0])
 
 
+def percentile_rows(
+    weight: Tensor, bits: int, percentiles: tuple[float, ...] = PERCENTILES
+) -> UniformQuantizer:
+    """One grid per output channel, the best of the percentiles."""
+    scale, zero = _by_percentile(weight, bits, percentiles)
+    return UniformQuantizer(bits, scale[:, None], zero[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedInput:
+    """A layer whose input has its quantizer: weight, bias and float inputs are folded."""
+
+    weight: Tensor
+    bias: Tensor
+    inputs: Tensor
+    quantizer: UniformQuantizer | None
+    fold: NormFold | None = None
+
+    def quantized(self) -> Tensor:
+        """The inputs as the layer gets them, (tokens, channels)."""
+        return self.inputs if self.quantizer is None else self.quantizer(self.inputs)
+
+
+def repq_input(layer: LinearView, bits: int, inputs: Tensor) -> QuantizedInput:
+    """The layer behind RepQ-ViT's input quantizer: folded into the norm where there is one."""
+    if layer.spec.norm is None:
+        return QuantizedInput(layer.weight, layer.bias, inputs, _per_tensor(inputs, bits))
+    scale, zero = _by_percentile(inputs.T.contiguous(), bits)
+    to_scale, to_zero = scale.mean(), zero.mean()
+    fold = NormFold.between(scale, zero, to_scale, to_zero)
+    weight, bias = fold.of_linear(layer.weight, layer.bias)
+    quantizer = UniformQuantizer(bits, to_scale, to_zero)
+    return QuantizedInput(weight, bias, fold.of_inputs(inputs), quantizer, fold)
+
+
 @dataclass(frozen=True, slots=True)
 class RepQ:
     """RepQ-ViT's quantizers at all six operand sites of a block."""
 
     name: ClassVar[str] = "repq"
+    sequential: ClassVar[bool] = True
     zero_code: ZeroCode = "extra"
 
     def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
         """The layer at that width; pictures keep eight bits."""
-        weight, bias, fold = layer.weight, layer.bias, None
-        input_quantizer: Quantizer
-        if layer.spec.norm is not None:
-            scale, zero = _by_percentile(stats.inputs.T.contiguous(), bits.activation)
-            to_scale, to_zero = scale.mean(), zero.mean()
-            fold = NormFold.between(scale, zero, to_scale, to_zero)
-            weight, bias = fold.of_linear(weight, bias)
-            input_quantizer = UniformQuantizer(bits.activation, to_scale, to_zero)
-        else:
-            picture = layer.spec.role is LayerRole.PATCH_EMBED
-            width = PICTURE_BITS if picture else bits.activation
-            input_quantizer = _per_tensor(stats.inputs, width)
-        scale, zero = _by_percentile(weight, bits.weight)
-        weight_quantizer = UniformQuantizer(bits.weight, scale[:, None], zero[:, None])
-        codes = weight_quantizer.encode(weight).to(torch.uint8)
-        return LayerFit(layer.spec, bits, codes, bias, weight_quantizer, input_quantizer, fold)
+        given = self.input_of(layer, bits, stats)
+        grid = percentile_rows(given.weight, bits.weight)
+        codes = grid.encode(given.weight).to(torch.uint8)
+        return LayerFit(layer.spec, bits, codes, given.bias, grid, given.quantizer, given.fold)
+
+    def input_of(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> QuantizedInput:
+        """The layer with its input quantizer, and float weights still."""
+        picture = layer.spec.role is LayerRole.PATCH_EMBED
+        return repq_input(layer, PICTURE_BITS if picture else bits.activation, stats.inputs)
 
     def fit_matmul(
         self, site: MatmulSpec, left_bits: int, right_bits: int, stats: MatmulStats

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,7 +19,7 @@ from lampq.data import Samples
 from lampq.evaluate import PrefixCache, Quality
 from lampq.metrics.base import Evidence, Sensitivity
 from lampq.quant.modules import LayerFit, QuantLayer, assemble
-from lampq.types import CostTable, LayerBits, LayerRole, LayerSpec
+from lampq.types import CostTable, LayerBits, LayerRole, LayerSpec, separate
 
 Labels = Literal["model", "data"]
 Signal = Literal["accuracy", "loss", "kl"]
@@ -179,6 +180,10 @@ def _signal(quality: Quality, signal: Signal) -> float:
 class TypeAwareFisher:
     """Omega = alpha_role * tr(F) * penalty**(-bits).
 
+    The paper gives weight and input one width. Where the two are chosen separately, the mean of
+    penalty**(-bits) over both stands for it: the same where they are equal, and as in Lemma 3 to
+    first order the errors of weight and input add up. Otherwise bits are the weight's.
+
     ``penalty`` is the paper's gamma, ``probe_bits`` its beta, ``probe_blocks`` its mu as a share of
     the blocks. ``alpha_trace``: the trace in alpha is that of the layer at probe bits ("quantized",
     Algorithm 1) or of the float layer ("fp"). ``type_aware=False`` leaves the factors out.
@@ -218,10 +223,16 @@ class TypeAwareFisher:
         if self.type_aware:
             scales = self._scales(evidence, choices, traces, details)
         omega = np.array([scales[layer.role] * traces[layer.name] for layer in layers])
-        widths = np.array([bits.weight for bits in choices], dtype=np.float64)
         details["role_scale"] = {role.value: value for role, value in scales.items()}
-        cost = omega[:, None] * self.penalty ** -widths[None]
+        cost = omega[:, None] * self._penalties(choices)[None]
         return Sensitivity(CostTable(layers, choices, cost), details)
+
+    def _penalties(self, choices: tuple[LayerBits, ...]) -> NDArray[np.float64]:
+        weights = np.array([bits.weight for bits in choices], dtype=np.float64)
+        if not separate(choices):
+            return self.penalty**-weights
+        activations = np.array([bits.activation for bits in choices], dtype=np.float64)
+        return (self.penalty**-weights + self.penalty**-activations) / 2
 
     def _scales(
         self,
@@ -284,7 +295,9 @@ class TypeAwareFisher:
 
 
 def _probe_bits(weight: int, choices: tuple[LayerBits, ...]) -> LayerBits:
-    """Probe width with the activation difference that the choices have."""
+    """Probe width with the activation difference that the choices have; equal if separate."""
+    if separate(choices):
+        return LayerBits(weight, weight)
     difference = choices[-1].activation - choices[-1].weight
     return LayerBits(weight, min(8, max(1, weight + difference)))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lampq.evaluate import PrefixCache, divergence
+from lampq.evaluate import PrefixCache, cross_entropy, divergence
 from lampq.methods.base import LinearView, layer_output
 from lampq.metrics.base import Evidence, Sensitivity
 from lampq.metrics.fisher import Labels, gradients
@@ -81,10 +81,16 @@ class OutputFisher:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredKL:
-    """KL divergence from the float model with only one layer at one width, measured."""
+class MeasuredHarm:
+    """What only one layer at one width does to the model, measured.
+
+    ``signal``: "kl" is the KL divergence from the float model, "loss" the rise of the cross entropy
+    of the labels, or of the float model's answers where there are none. On few images the loss may
+    fall.
+    """
 
     images: int = 64
+    signal: Literal["kl", "loss"] = "kl"
 
     def __call__(self, evidence: Evidence, choices: tuple[LayerBits, ...]) -> Sensitivity:
         """Costs of all layers at all widths."""
@@ -96,16 +102,22 @@ class MeasuredKL:
             if not cache:
                 cache.append(PrefixCache(evidence.model, evidence.graph.blocks, samples))
             quantized = assemble(evidence.model, [evidence.fits.layer(layer.name, bits)])
-            return divergence(cache[0].predict(quantized, layer.block), cache[0].logits)
+            logits, reference = cache[0].predict(quantized, layer.block), cache[0].logits
+            if self.signal == "kl":
+                return divergence(logits, reference)
+            answers = reference.argmax(dim=1) if samples.labels is None else samples.labels
+            return cross_entropy(logits, answers) - cross_entropy(reference, answers)
 
         pairs = [(layer, bits) for layer in layers for bits in choices]
         evidence.fits.prefetch((layer.name, bits) for layer, bits in pairs)
         values = [
             evidence.journal.once(
-                f"kl {len(samples)} {layer.name} {bits}",
+                f"{self.signal} {len(samples)} {layer.name} {bits}",
                 partial(measure, layer, bits),
             )
-            for layer, bits in evidence.progress.track(pairs, "measuring KL", len(pairs))
+            for layer, bits in evidence.progress.track(
+                pairs, f"measuring {self.signal}", len(pairs)
+            )
         ]
         cost = np.array(values).reshape(len(layers), len(choices))
         return Sensitivity(CostTable(layers, choices, cost), {})

@@ -24,6 +24,7 @@ def plan_json(plan: BitPlan) -> dict[str, Any]:
     """The plan as it is written to plan.json and read back."""
     return {
         "mean_weight_bits": plan.mean_weight_bits,
+        "mean_activation_bits": plan.mean_activation_bits,
         "layers": {
             name: {"weight": bits.weight, "activation": bits.activation}
             for name, bits in plan.items()
@@ -40,6 +41,7 @@ def sensitivity_json(table: CostTable, details: Mapping[str, Any]) -> dict[str, 
             for layer, row in zip(table.layers, table.cost, strict=True)
         },
         "details": dict(details),
+        **({"groups": [list(group) for group in table.groups]} if table.groups else {}),
     }
 
 
@@ -105,7 +107,10 @@ def build_report(
         "scores": {name: dict(score) for name, score in scores.items()},
         "calibration": {name: asdict(quality) for name, quality in result.calibration.items()},
         "uniform_bits": result.uniform.mean_weight_bits,
-        "bits": bits_json(result.model, result.plan, result.budget.mean_bits),
+        "bits": {
+            **bits_json(result.model, result.plan, result.budget.mean_bits),
+            "target_activation": result.budget.mean_activation_bits,
+        },
         "plan": plan_json(result.plan),
         "initial_plan": None if allocation is None else plan_json(allocation.plan),
         "solver": {
@@ -119,7 +124,9 @@ def build_report(
                 "narrowed": list(step.narrowed),
                 "score": step.score,
                 "accepted": step.accepted,
+                "moved": step.moved,
                 "mean_weight_bits": step.plan.mean_weight_bits,
+                "mean_activation_bits": step.plan.mean_activation_bits,
             }
             for step in result.steps
         ],
@@ -158,7 +165,18 @@ def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     size = report["files"].get("model.safetensors", 0)
     ratio = report["float_bytes"] / max(size, 1)
     lines += ["", f"File: {size:,} bytes, {ratio:.1f} times smaller than float32.", ""]
-    lines += ["## Widths", "", "| block | qkv | proj | fc1 | fc2 |", "|---|---|---|---|---|"]
+    means = f"Mean width of the weights {plan.mean_weight_bits:.4g}"
+    means += f", of the layers' inputs {plan.mean_activation_bits:.4g}"
+    limit = report["bits"]["target_activation"]
+    means += "." if limit is None else f" (at most {limit:g})."
+    lines += [
+        "## Widths",
+        "",
+        means,
+        "",
+        "| block | qkv | proj | fc1 | fc2 |",
+        "|---|---|---|---|---|",
+    ]
     for block, row in plan_rows(plan):
         cells = (row.get(role, "") for role in ("qkv", "proj", "fc1", "fc2"))
         lines.append(f"| {block} | {' | '.join(cells)} |")
