@@ -33,7 +33,7 @@ QUICK = [
     *("--images", "64", "--fit-images", "8", "--metric-images", "8", "--score-images", "8"),
     *("--exchanges", "3", "--patience", "1"),
 ]
-STAGES = {"collect", "fit", "metric", "allocate", "refine", "evaluate"}
+STAGES = {"collect", "fit", "metric", "allocate", "refine", "reconstruct", "evaluate"}
 
 
 class Outcome:

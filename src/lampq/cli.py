@@ -22,11 +22,12 @@ from lampq.pipeline import prepare
 from lampq.progress import Progress
 from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan, run_job, score
 from lampq.terminal import TerminalProgress, plan_table, print_result
-from lampq.typed import numbers, preprocessing_with, size_in_bytes, width
+from lampq.typed import OptionalName, numbers, preprocessing_with, size_in_bytes, width
 from lampq.types import BitPlan
 from lampq.version import __version__
 
 METHOD, METRIC, EXCHANGES = "Base method", "Metric", "Allocation and exchanges"
+RECONSTRUCTION = "Reconstruction"
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -56,7 +57,7 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@app.command("quantize")
+@app.command("quantize", cls=OptionalName)
 @_guarded
 def quantize_command(
     model: Annotated[str, typer.Argument(help="a timm name, or a bundled one")] = DEFAULT_MODEL,
@@ -217,6 +218,29 @@ def quantize_command(
     patience: Annotated[
         int | None,
         typer.Option(help="rejected exchanges before the end", rich_help_panel=EXCHANGES),
+    ] = None,
+    reconstruct: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[NAME]",
+            help="train after the plan: distill (if no name is given), qdrop, pdquant or adalog",
+            rich_help_panel=RECONSTRUCTION,
+        ),
+    ] = None,
+    reconstruct_images: Annotated[
+        int | None, typer.Option(help="images to train on", rich_help_panel=RECONSTRUCTION)
+    ] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="training steps", rich_help_panel=RECONSTRUCTION)
+    ] = None,
+    lr_weights: Annotated[
+        float | None, typer.Option(help="rate of the codes", rich_help_panel=RECONSTRUCTION)
+    ] = None,
+    lr_scales: Annotated[
+        float | None, typer.Option(help="rate of the scales", rich_help_panel=RECONSTRUCTION)
+    ] = None,
+    lr_affine: Annotated[
+        float | None, typer.Option(help="of biases and norms", rich_help_panel=RECONSTRUCTION)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue in --out")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,

@@ -71,9 +71,16 @@ class RunConfig:
     accept: Literal["accuracy", "loss", "kl"] = "kl"
     score_images: int = 256
     patience: int = 5
+    # reconstruction
+    reconstruct: str | None = None
+    reconstruct_images: int = 1024
+    iterations: int | None = None
+    lr_weights: float | None = None
+    lr_scales: float | None = None
+    lr_affine: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bits", "gamma", "mu"):
+        for name in ("bits", "gamma", "mu", "lr_weights", "lr_scales", "lr_affine"):
             if type(getattr(self, name)) is int:
                 object.__setattr__(self, name, float(getattr(self, name)))
         hints = typing.get_type_hints(type(self))
@@ -93,9 +100,16 @@ class RunConfig:
             "trace_images",
             "score_images",
             "configurations",
+            "reconstruct_images",
+            "iterations",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        for name in ("lr_weights", "lr_scales", "lr_affine"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ConfigError(f"{name} must be a rate in [0, 1), got {value:g}")
         for name in ("exchanges", "patience", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")

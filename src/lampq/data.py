@@ -86,6 +86,19 @@ class Samples:
         labels = None if self.labels is None else self.labels[index]
         return replace(self, images=self.images[index], labels=labels)
 
+    def split(self, count: int, seed: int) -> tuple[Samples, Samples]:
+        """Two parts without a common sample: the second, drawn at random, has ``count``."""
+        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
+        first, second = (
+            replace(
+                self,
+                images=self.images[part],
+                labels=None if self.labels is None else self.labels[part],
+            )
+            for part in (order[count:].sort().values, order[:count].sort().values)
+        )
+        return first, second
+
     def require_labels(self, purpose: str) -> Tensor:
         """The labels, or a DataError that says what they are needed for."""
         if self.labels is None:

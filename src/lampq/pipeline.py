@@ -20,6 +20,7 @@ from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples, gather
 from lampq.errors import BudgetError, ConfigError
 from lampq.evaluate import Quality, predict
+from lampq.finish import Reconstruction, reconstructed
 from lampq.graph.attention import explicit
 from lampq.graph.discover import discover, missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
@@ -29,6 +30,7 @@ from lampq.methods.sequential import collect_in_order
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
 from lampq.quant.modules import assemble
+from lampq.reconstruct import FINISHERS, Finisher
 from lampq.scoring import PlanScorer, Run, improved, not_worse_than_uniform
 from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
@@ -61,6 +63,7 @@ class Result:
     steps: tuple[Step, ...]
     calibration: Mapping[str, Quality]
     notices: tuple[str, ...]
+    reconstruction: Reconstruction | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the packed checkpoint, atomically."""
@@ -131,6 +134,7 @@ class Prepared:
     method: Method
     metric: Metric
     allocator: Allocator
+    finisher: Finisher | None
 
 
 def prepare(
@@ -154,7 +158,10 @@ def prepare(
     check_feasible(graph.allocatable, config.widths, budget_of(config, weights))
     if plan is not None:
         given_plan(graph, plan)
-    return Prepared(opened, graph, method, metric, allocator)
+    finisher = None
+    if config.reconstruct is not None:
+        finisher = build(FINISHERS.get(config.reconstruct), config)
+    return Prepared(opened, graph, method, metric, allocator, finisher)
 
 
 def quantize(
@@ -259,6 +266,15 @@ def _quantize(
         }
     final = assemble(opened, *fits.of_plan(plan))
     run.on_plan(plan, final)
+    reconstruction = None
+    if job.finisher is not None:
+        with run.progress.stage("reconstruct"):
+            trained, reconstruction = reconstructed(
+                job.finisher, final, fits, plan, samples, config, run
+            )
+        if reconstruction.kept:
+            final = trained
+            run.on_plan(plan, final)
     return Result(
         final,
         plan,
@@ -273,6 +289,7 @@ def _quantize(
         steps,
         calibration,
         (),
+        reconstruction,
     )
 
 

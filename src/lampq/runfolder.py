@@ -16,6 +16,7 @@ from torch import nn
 
 from lampq.artifact.checkpoint import write_atomically
 from lampq.artifact.fits import FitFolder
+from lampq.artifact.states import StateFolder
 from lampq.config import RunConfig
 from lampq.data import Preprocessing, Samples
 from lampq.errors import ConfigError, DataError
@@ -140,7 +141,8 @@ def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[s
         content = packed(model, loaded.source, plan, settings, job.how)
         write_atomically(out / "model.safetensors", content)
 
-    run = Run(progress, journal, FitFolder(work / "fits"), keep)
+    states = StateFolder(work / "states")
+    run = Run(progress, journal, FitFolder(work / "fits"), states, keep)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they come back as notices
         result = quantize(loaded.model, job.samples, config=settings, plan=job.layer_plan, run=run)
@@ -153,6 +155,8 @@ def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[s
             "uniform": result.uniform_model,
             "mixed": lambda: result.model,
         }
+        if result.reconstruction is not None:
+            models["before_reconstruction"] = lambda: result.of_plan(result.plan)
         with progress.stage("evaluate"):
             for name, model in models.items():
                 compute = partial(_scored, model, scored, progress, f"scoring {name}")

@@ -18,6 +18,7 @@ from lampq.methods.base import LinearView
 from lampq.metrics import Sensitivity
 from lampq.progress import Journal, Progress
 from lampq.quant.modules import assemble
+from lampq.reconstruct import NoStore, StateStore
 from lampq.refine import RefineOptions, refine
 from lampq.types import BitPlan, Budget, LayerBits, Step
 
@@ -29,6 +30,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     journal: Journal = field(default_factory=Journal)
     store: FitStore | None = None
+    states: StateStore = field(default_factory=NoStore)
     on_plan: Callable[[BitPlan, nn.Module], None] = lambda plan, model: None
 
 

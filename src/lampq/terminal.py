@@ -74,15 +74,18 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
         "uniform": report["uniform_bits"],
         "mixed": report["bits"]["mean_weight_searched"],
     }
-    for name in ("fp32", "uniform", "mixed"):
+    rows = ["fp32", "uniform", "mixed"]
+    if "before_reconstruction" in report["scores"]:
+        rows.insert(2, "before_reconstruction")
+    for name in rows:
         score = report["scores"].get(name)
         table.add_row(
-            name,
+            name.replace("_", " "),
             f"{score['top1']:.2f}" if score else "-",
             f"{interval95(score['top1'], int(score['images'])):.2f}" if score else "-",
-            f"{means[name]:.3g}",
-            f"{sizes[name] / 1e6:.3f} MB",
-            f"{float_bytes / sizes[name]:.1f}x",
+            f"{means.get(name, means['mixed']):.3g}",
+            f"{sizes.get(name, sizes['mixed']) / 1e6:.3f} MB",
+            f"{float_bytes / sizes.get(name, sizes['mixed']):.1f}x",
         )
     console.print(table)
     console.print(plan_table(plan))

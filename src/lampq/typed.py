@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from typer.core import TyperCommand
 
 from lampq.data import Preprocessing
 from lampq.errors import ConfigError
+from lampq.reconstruct import DEFAULT
 
 T = TypeVar("T")
+
+
+class OptionalName(TyperCommand):
+    """A command whose --reconstruct may stand without a name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments, with the default name where none is given."""
+        filled = []
+        for number, word in enumerate(args):
+            filled.append(word)
+            alone = number + 1 == len(args) or args[number + 1].startswith("-")
+            if word == "--reconstruct" and alone:
+                filled.append(DEFAULT)
+        return super().parse_args(ctx, filled)
 
 
 def numbers(text: str | None, name: str, kind: type[T]) -> tuple[T, ...] | None:

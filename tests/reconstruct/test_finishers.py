@@ -39,7 +39,7 @@ class Memory:
         return self.kept.get(key)
 
     def save(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        self.kept[key] = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.kept[key] = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
 
 
 def job_of(case: Case, bits: int = 3) -> Finish:
@@ -124,10 +124,13 @@ def test_the_feed_gives_what_each_block_gets(case: Case) -> None:
     blocks = case.graph.blocks
     feed = Feed(job.model, model, blocks, job.samples)
     images = job.samples.inputs(slice(None))
-    with recording(job.model, list(blocks)) as exact, recording(model, list(blocks)) as quantized:
-        with torch.no_grad():
-            job.model(images)
-            model(images)
+    with (
+        recording(job.model, list(blocks)) as exact,
+        recording(model, list(blocks)) as quantized,
+        torch.no_grad(),
+    ):
+        job.model(images)
+        model(images)
     for number, name in enumerate(blocks):
         torch.testing.assert_close(feed.float_inputs, exact[name][0], rtol=1e-3, atol=1e-3)
         close = torch.isclose(feed.inputs, quantized[name][0], rtol=1e-3, atol=1e-3)

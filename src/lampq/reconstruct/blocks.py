@@ -10,7 +10,6 @@ QDrop (Wei et al., ICLR 2022), PD-Quant (Liu et al., CVPR 2023), and the second 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,8 +190,3 @@ def fisher_weights(
     return {
         name: 0.9 * total / total.mean().clamp_min(1e-30) + 0.1 for name, total in totals.items()
     }
-
-
-def published(iterations: int, rate: float, published_iterations: int = 20_000) -> float:
-    """A published rate for a shorter run: raised by the root of the ratio, at most tenfold."""
-    return rate * min(10.0, max(1.0, math.sqrt(published_iterations / iterations)))

@@ -98,7 +98,8 @@ class TrainableLayer(nn.Module):
         super().__init__()
         assert isinstance(original, nn.Linear | nn.Conv2d), "discovery names linear layers only"
         self.fit, self.shape, self.rounding = fit, tuple(original.weight.shape), rounding
-        self.meta = copy.deepcopy(original).to("meta")
+        # in a tuple, so that it is no part of the state
+        self.like = (copy.deepcopy(original).to("meta"),)
         self.absorbed = False
         bias, inputs = fit.bias, fit.input_quantizer
         if isinstance(inputs, LogQuantizer) and not torch.equal(inputs.offset, inputs.shift):
@@ -148,8 +149,8 @@ class TrainableLayer(nn.Module):
         """The layer on the quantized input."""
         inputs = x if self.input_quantizer is None else self.input_quantizer(x)
         weight = self.weight().view(self.shape)
-        if isinstance(self.meta, nn.Conv2d):
-            conv = self.meta
+        (conv,) = self.like
+        if isinstance(conv, nn.Conv2d):
             return F.conv2d(inputs, weight, self.bias, conv.stride, conv.padding, conv.dilation)
         return F.linear(inputs, weight, self.bias)
 
@@ -221,7 +222,7 @@ def fitted(model: nn.Module) -> nn.Module:
     frozen = copy.deepcopy(model)
     for name, module in list(frozen.named_modules()):
         if isinstance(module, TrainableLayer):
-            replace_module(frozen, name, quantized_layer(module.fitted(), module.meta))
+            replace_module(frozen, name, quantized_layer(module.fitted(), module.like[0]))
         elif isinstance(module, TrainableMatMul):
             replace_module(frozen, name, QuantMatMul(module.fitted()))
     for parameter in frozen.parameters():

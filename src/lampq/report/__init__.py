@@ -12,11 +12,12 @@ from typing import Any
 from torch import nn
 
 from lampq.evaluate import interval95
+from lampq.finish import Reconstruction
 from lampq.pipeline import Result, packed
 from lampq.quant.modules import QuantLayer
 from lampq.types import BitPlan, CostTable
 
-STAGES = ("collect", "fit", "metric", "allocate", "refine", "evaluate")
+STAGES = ("collect", "fit", "metric", "allocate", "refine", "reconstruct", "evaluate")
 REPORT_VERSION = 1
 
 
@@ -76,6 +77,13 @@ def bits_json(model: nn.Module, plan: BitPlan, target: float) -> dict[str, float
     }
 
 
+def reconstruction_json(done: Reconstruction | None) -> dict[str, Any] | None:
+    """What reconstruction brought, on calibration images kept from it."""
+    if done is None:
+        return None
+    return {**asdict(done), "kept": done.kept}
+
+
 def versions() -> dict[str, str]:
     """Versions of everything a number may depend on."""
     found = {"python": sys.version.split()[0], "platform": platform.platform()}
@@ -130,6 +138,7 @@ def build_report(
             }
             for step in result.steps
         ],
+        "reconstruction": reconstruction_json(result.reconstruction),
         "seconds": {stage: float(seconds.get(stage, 0.0)) for stage in STAGES},
         "files": dict(files),
         "float_bytes": float_bytes,
