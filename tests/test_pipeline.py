@@ -234,6 +234,25 @@ def test_the_plan_that_replaces_a_worse_one_is_made_of_the_choices(
     assert {width.weight for width in result.plan.widths} <= {2, 3}
 
 
+@quiet
+@pytest.mark.parametrize("start", ["better", "allocated"])
+def test_exchanges_start_from_the_better_plan_or_the_allocated_one(
+    vit: Case, monkeypatch: pytest.MonkeyPatch, start: str
+) -> None:
+    monkeypatch.setitem(METRICS._factories, "output", Inverted)
+    options = {**QUICK, "exchanges": 1, "start": start}
+    result = quantize(vit.original, vit.samples, **options)
+    assert result.allocation is not None
+    first = result.uniform if start == "better" else result.allocation.plan
+    assert result.allocation.plan != result.uniform
+    assert all(
+        sum(first[name] != bits for name, bits in step.plan.items())
+        == len(step.widened) + len(step.narrowed)
+        for step in result.steps
+    )
+    assert result.steps
+
+
 class Interrupting(Progress):
     """Progress that is interrupted at one of its events."""
 

@@ -189,6 +189,13 @@ def quantize_command(
     configurations: Annotated[
         int | None, typer.Option(help="plans drawn (vtptq)", rich_help_panel=EXCHANGES)
     ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            help="of exchanges: allocated, or better (than the uniform plan)",
+            rich_help_panel=EXCHANGES,
+        ),
+    ] = None,
     exchanges: Annotated[
         int | None,
         typer.Option(help="largest number of exchanges tried", rich_help_panel=EXCHANGES),

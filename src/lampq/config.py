@@ -63,6 +63,7 @@ class RunConfig:
     # allocation and exchanges
     allocator: str = "ilp"
     configurations: int = 519
+    start: Literal["allocated", "better"] = "better"
     exchanges: int = 24
     exchange_error: Literal["cost", "local", "cumulative"] = "cost"
     ratios: Literal["paper", "exact", "optimal", "measured"] = "measured"
@@ -197,6 +198,7 @@ PAPER: dict[str, Any] = {
     "metric_images": 256,
     "alpha_signal": "accuracy",
     "alpha_trace": "quantized",
+    "start": "allocated",
     "exchanges": 200,
     "exchange_error": "cumulative",
     "ratios": "paper",

@@ -31,7 +31,7 @@ from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
 from lampq.quant.modules import assemble
 from lampq.reconstruct import FINISHERS, Finisher
-from lampq.scoring import PlanScorer, Run, improved, not_worse_than_uniform
+from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
 from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
 # the preprocessing that a checkpoint may carry, as JSON
@@ -256,7 +256,8 @@ def _quantize(
             sensitivity = job.metric(evidence, config.widths)
         with run.progress.stage("allocate"):
             allocation = job.allocator(sensitivity.table, budget)
-        plan, steps = improved(allocation.plan, budget, sensitivity, scorer, samples, config, run)
+        start = better_start(allocation.plan, uniform, scorer, config)
+        plan, steps = improved(start, budget, sensitivity, scorer, samples, config, run)
         plan = not_worse_than_uniform(plan, uniform, scorer, config)
     with run.progress.stage("refine"):
         calibration = {

@@ -142,7 +142,7 @@ def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[s
         write_atomically(out / "model.safetensors", content)
 
     states = StateFolder(work / "states")
-    run = Run(progress, journal, FitFolder(work / "fits"), states, keep)
+    run = Run(progress, journal, FitFolder(work / "fits"), keep, states)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they come back as notices
         result = quantize(loaded.model, job.samples, config=settings, plan=job.layer_plan, run=run)

@@ -30,8 +30,8 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     journal: Journal = field(default_factory=Journal)
     store: FitStore | None = None
-    states: StateStore = field(default_factory=NoStore)
     on_plan: Callable[[BitPlan, nn.Module], None] = lambda plan, model: None
+    states: StateStore = field(default_factory=NoStore)
 
 
 class PlanScorer:
@@ -162,6 +162,14 @@ def improved(
                 scorer.rebase(plan)
                 run.on_plan(plan, assemble(scorer.fits.model, *scorer.fits.of_plan(plan)))
     return plan, tuple(steps)
+
+
+def better_start(plan: BitPlan, uniform: BitPlan, scorer: PlanScorer, config: RunConfig) -> BitPlan:
+    """What exchanges start from: the allocated plan, or the uniform one if that scores better."""
+    if config.start == "allocated" or config.exchanges == 0:
+        return plan
+    mixed, plain = (_score_of(scorer.quality(p), config.accept) for p in (plan, uniform))
+    return plan if mixed >= plain else uniform
 
 
 def not_worse_than_uniform(
