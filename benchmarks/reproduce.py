@@ -6,6 +6,8 @@ python benchmarks/reproduce.py --results runs/reproduction.jsonl --table
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -57,15 +59,16 @@ class Bench:
         the target. Nor do scores of plans get mixed up, as a plan has the mean width of its target.
         """
         progress, config = Progress(), make_config(options)
-        folder = self.work / f"{config.method} {config.preset} {config.seed}"
+        shared = (config.method, config.preset, config.fit_inputs, str(config.seed))
+        folder = self.work / " ".join(shared)
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(progress, Journal(folder / "journal.jsonl"), FitFolder(folder / "fits"))
         result = quantize(self.loaded.model, self.calibration, config=config, run=run)
         return result, progress
 
 
-def uniform(bench: Bench, method: str, bits: int, seed: int, edge: str | int) -> Row:
-    """All layers at one width, by the method as published."""
+def uniform(bench: Bench, method: str, bits: int, seed: int, inputs: str = "published") -> Row:
+    """All layers, patch embedding and head at one width, by the method as published."""
     result, progress = bench.run(
         preset="paper",
         method=method,
@@ -75,7 +78,7 @@ def uniform(bench: Bench, method: str, bits: int, seed: int, edge: str | int) ->
         metric="recon",
         exchanges=0,
         score_images=16,
-        edge_bits=edge,
+        fit_inputs=inputs,
     )
     return {**bench.score(result.model), "seconds": sum(progress.seconds.values())}
 
@@ -124,8 +127,8 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
     for bits in (4, 3):
         for method in ("adalog", "repq", "minmax"):
             yield (
-                f"uniform {method} {bits} seed 0 edge target",
-                partial(uniform, bench, method, bits, 0, "target"),
+                f"uniform {method} {bits} seed 0",
+                partial(uniform, bench, method, bits, 0),
             )
     for seed in range(3):
         for preset in ("best", "paper"):
@@ -137,18 +140,42 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
     yield from randoms(bench, 3, 10)
     for seed in (1, 2):
         for bits in (4, 3):
-            for method in ("adalog", "repq"):
+            for method in ("adalog", "repq", "minmax"):
                 yield (
-                    f"uniform {method} {bits} seed {seed} edge target",
-                    partial(uniform, bench, method, bits, seed, "target"),
+                    f"uniform {method} {bits} seed {seed}",
+                    partial(uniform, bench, method, bits, seed),
                 )
+    for seed in range(2):
+        yield (
+            f"uniform repq 4 on float inputs seed {seed}",
+            partial(uniform, bench, "repq", 4, seed, "float"),
+        )
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
+    """Mean and range over seeds or draws, then every row, as Markdown tables."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(re.sub(r" (seed|draw) \d+( edge target)?", "", row["key"]), []).append(
+            row
+        )
     lines = [
-        "| row | top-1 | uniform, same options | agree | KL | weight bits | input bits | date |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | rows | top-1 | uniform, same options | KL |",
+        "|---|---|---|---|---|",
+    ]
+    for name, members in groups.items():
+        own = [row["uniform"]["top1"] for row in members if "uniform" in row]
+        cells = [
+            _spread([row["top1"] for row in members], 2),
+            _spread(own, 2) if own else "",
+            _spread([row["kl"] for row in members], 3),
+        ]
+        lines.append(f"| {name} | {len(members)} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| row | top-1 | first 1,000 | uniform, same options | agree | KL | weight bits "
+        "| input bits | exchanges | date |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         plain = f"{row['uniform']['top1']:.2f}" if "uniform" in row else ""
@@ -156,18 +183,27 @@ def table(rows: list[Row]) -> str:
             f"{row[key]:.3f}" if key in row else ""
             for key in ("mean_weight_bits", "mean_activation_bits")
         )
+        tried = f"{row['accepted']} of {row['attempted']}" if "attempted" in row else ""
         lines.append(
-            f"| {row['key']} | {row['top1']:.2f} | {plain} | {row['agree']:.1f} | {row['kl']:.3f} "
-            f"| {weight} | {inputs} | {row['date']} |"
+            f"| {row['key']} | {row['top1']:.2f} "
+            f"| {row['top1_first_1000']:.1f} | {plain} | {row['agree']:.1f} | {row['kl']:.3f} "
+            f"| {weight} | {inputs} | {tried} | {row['date']} |"
         )
     return "\n".join(lines)
+
+
+def _spread(values: list[float], digits: int) -> str:
+    mean = f"{statistics.mean(values):.{digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def main() -> None:
     """Compute the rows that the results file does not have yet, or print them."""
     options = command_line(__doc__, Path("runs/reproduction.jsonl")).parse_args()
     if options.table:
-        print(table(read(options.results)))
+        print(table(sorted(read(options.results), key=lambda row: str(row["key"]))))
         return
     compute(options, lambda: jobs(Bench(options.results.with_suffix(".work"))))
 
