@@ -115,6 +115,31 @@ def recording_gradients(model: nn.Module, names: list[str]) -> Iterator[dict[str
         yield seen
 
 
+class _ReachedError(Exception):
+    """Ends a forward pass at the wanted module."""
+
+
+@torch.no_grad()
+def arguments_of(
+    model: nn.Module, name: str, images: Tensor
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """What the model gives to one of its modules, without running the rest of it."""
+    found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+
+    def stop(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found.append((arguments, named))
+        raise _ReachedError
+
+    handle = model.get_submodule(name).register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        model(images)
+    except _ReachedError:
+        pass
+    finally:
+        handle.remove()
+    return found[0]
+
+
 def drawn_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
     """One label per image, drawn from the model's own distribution."""
     probabilities = logits.detach().double().softmax(dim=1).cpu()

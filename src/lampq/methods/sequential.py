@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lampq.calibrate import LayerStats, MatmulStats, Stats, tokens_of
+from lampq.calibrate import LayerStats, MatmulStats, Stats, arguments_of, tokens_of
 from lampq.data import Samples
 from lampq.errors import GraphError
 from lampq.methods.base import LinearView, Method, SiteWidths
 from lampq.progress import Progress
 from lampq.quant.modules import QuantMatMul, install_, replace_module
 from lampq.types import BitPlan, ModelGraph
-
-
-class _ReachedError(Exception):
-    """Ends a forward pass at the wanted site."""
 
 
 def execution_order(model: nn.Module, names: list[str], example: Tensor) -> list[str]:
@@ -45,24 +40,6 @@ def execution_order(model: nn.Module, names: list[str], example: Tensor) -> list
         if name not in called:
             raise GraphError(f"layer {name!r} is never called by the model's forward pass")
     return list(dict.fromkeys(called))
-
-
-def _arguments(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, ...]:
-    """What the model gives to a site, without running the rest of it."""
-    found: list[tuple[Tensor, ...]] = []
-
-    def stop(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        found.append(arguments)
-        raise _ReachedError
-
-    handle = model.get_submodule(name).register_forward_pre_hook(stop)
-    try:
-        model(images)
-    except _ReachedError:
-        pass
-    finally:
-        handle.remove()
-    return found[0]
 
 
 @torch.no_grad()
@@ -88,7 +65,7 @@ def collect_in_order(
     stats: dict[str, Stats] = {}
     order = execution_order(model, [*layers, *matmuls], images[:1])
     for name in (progress or Progress()).track(order, "statistics in order", len(order)):
-        given = _arguments(quantized, name, images)
+        given, _ = arguments_of(quantized, name, images)
         if name in layers:
             spec = layers[name]
             rows = tokens_of(model.get_submodule(name), given[0])

@@ -11,14 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lampq.calibrate import arguments_of
 from lampq.data import Samples
 
 # arrays above this size live in a temporary file
 IN_MEMORY = 1_000_000_000
-
-
-class _ReachedError(Exception):
-    """Ends a forward pass at the wanted block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +36,10 @@ def room(rows: int, like: Tensor, limit: int = IN_MEMORY) -> Tensor:
         return torch.from_numpy(np.memmap(file, kind, "w+", shape=shape))
 
 
-@torch.no_grad()
 def input_of(model: nn.Module, block: str, images: Tensor) -> tuple[Tensor, Call]:
-    """What the model gives to a block, without running the rest of it."""
-    found: list[tuple[Tensor, Call]] = []
-
-    def stop(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found.append((arguments[0], Call(tuple(arguments[1:]), named)))
-        raise _ReachedError
-
-    handle = model.get_submodule(block).register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        model(images)
-    except _ReachedError:
-        pass
-    finally:
-        handle.remove()
-    return found[0]
+    """What the model gives to a block."""
+    arguments, named = arguments_of(model, block, images)
+    return arguments[0], Call(tuple(arguments[1:]), named)
 
 
 class Feed:

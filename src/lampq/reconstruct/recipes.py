@@ -7,6 +7,8 @@ ratio, at most tenfold: with the rates as they are the codes would hardly leave 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from lampq.reconstruct.base import Rates
 from lampq.reconstruct.blocks import BlockRecipe
@@ -28,44 +30,29 @@ def _rates(
     )
 
 
-def qdrop(
-    iterations: int | None = None,
-    lr_weights: float | None = None,
-    lr_scales: float | None = None,
-    lr_affine: float | None = None,
-) -> BlockRecipe:
-    """QDrop: blocks behind quantized ones, half of all activations left in float."""
-    steps = iterations or STEPS
-    rates = _rates(Rates(1e-3, 4e-5, 0.0), steps, lr_weights, lr_scales, lr_affine)
-    return BlockRecipe("nearest two", rates, iterations=steps)
+def _published(rates: Rates, **traits: Any) -> Callable[..., BlockRecipe]:
+    """The factory of a published recipe."""
+
+    def recipe(
+        iterations: int | None = None,
+        lr_weights: float | None = None,
+        lr_scales: float | None = None,
+        lr_affine: float | None = None,
+    ) -> BlockRecipe:
+        steps = iterations or STEPS
+        own = _rates(rates, steps, lr_weights, lr_scales, lr_affine)
+        return BlockRecipe("nearest two", own, iterations=steps, **traits)
+
+    return recipe
 
 
-def pdquant(
-    iterations: int | None = None,
-    lr_weights: float | None = None,
-    lr_scales: float | None = None,
-    lr_affine: float | None = None,
-) -> BlockRecipe:
-    """PD-Quant: QDrop, and the difference of the predictions.
-
-    Its correction of activations towards the statistics of batch normalisation is left out: these
-    models have none.
-    """
-    steps = iterations or STEPS
-    rates = _rates(Rates(3e-3, 4e-5, 0.0), steps, lr_weights, lr_scales, lr_affine)
-    return BlockRecipe("nearest two", rates, prediction=10.0, iterations=steps)
-
-
-def adalog(
-    iterations: int | None = None,
-    lr_weights: float | None = None,
-    lr_scales: float | None = None,
-    lr_affine: float | None = None,
-) -> BlockRecipe:
-    """The second stage of AdaLog: blocks on float inputs, nothing left out."""
-    steps = iterations or STEPS
-    rates = _rates(Rates(1e-3, 4e-5, 0.0), steps, lr_weights, lr_scales, lr_affine)
-    return BlockRecipe("nearest two", rates, inputs="float", drop=0.0, iterations=steps)
+# QDrop: blocks behind quantized ones, half of all activations left in float
+qdrop = _published(Rates(1e-3, 4e-5, 0.0))
+# PD-Quant: QDrop, and the difference of the predictions. Its correction of activations towards the
+# statistics of batch normalisation is left out: these models have none
+pdquant = _published(Rates(3e-3, 4e-5, 0.0), prediction=10.0)
+# the second stage of AdaLog: blocks on float inputs, nothing left out
+adalog = _published(Rates(1e-3, 4e-5, 0.0), inputs="float", drop=0.0)
 
 
 def distill(
