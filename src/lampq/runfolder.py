@@ -36,6 +36,8 @@ from lampq.types import BitPlan, LayerBits
 from lampq.version import __version__
 
 WORK = ".lampq"
+# what says that a folder holds results, of quantize or of compare
+RESULTS = ("report.json", "results.jsonl")
 
 
 def read_plan(path: Path) -> dict[str, LayerBits]:
@@ -63,8 +65,9 @@ def open_work(out: Path, fingerprint: str, *, resume: bool) -> Path:
     stamp = work / "run.json"
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {str(out)!r} is a file, not a folder")
+    results = any((out / name).exists() for name in RESULTS)
     if resume:
-        if (out / "report.json").exists() and not work.exists():
+        if results and not work.exists():
             raise ConfigError(f"{str(out)!r} holds a finished run: there is nothing to resume")
         if not stamp.exists():
             raise ConfigError(f"{str(out)!r} holds no interrupted run to resume")
@@ -74,7 +77,12 @@ def open_work(out: Path, fingerprint: str, *, resume: bool) -> Path:
                 "give the same ones, or another --out"
             )
         return work
-    if (out / "report.json").exists():
+    if results and work.exists():
+        raise ConfigError(
+            f"{str(out)!r} holds an unfinished run: continue it with --resume, or choose "
+            "another --out"
+        )
+    if results:
         raise ConfigError(f"{str(out)!r} already holds a finished run: choose another --out")
     shutil.rmtree(work, ignore_errors=True)
     write_atomically(stamp, fingerprint.encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +21,11 @@ from rich.table import Table
 from lampq.evaluate import interval95
 from lampq.progress import Progress
 from lampq.report import plan_rows
+from lampq.report.table import COLUMNS, SPREAD_COLUMNS, cells, remarks, spread_cells
 from lampq.types import BitPlan
 
 T = TypeVar("T")
+NAMES = ("method", "plan", "reconstruct")
 
 
 class TerminalProgress(Progress):
@@ -96,6 +98,27 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
         ("model ", "model.safetensors"),
     ):
         console.print(f"{name} {out / files}", highlight=False, soft_wrap=True)
+
+
+def print_comparison(table: Mapping[str, Any], out: Path) -> None:
+    """The rows of a comparison, in the order they were asked for."""
+    console = Console()
+    shown = Table(title=f"{table['model']['name']}, preset {table['preset']}")
+    for column in COLUMNS:
+        shown.add_column(column, justify="left" if column in NAMES else "right")
+    for row in table["rows"]:
+        shown.add_row(*cells(row))
+    console.print(shown)
+    if table["seeds"]:
+        spread = Table(title="over seeds")
+        for column in SPREAD_COLUMNS:
+            spread.add_column(column, justify="left" if column in NAMES else "right")
+        for row in table["seeds"]:
+            spread.add_row(*spread_cells(row))
+        console.print(spread)
+    for remark in remarks(table["rows"]):
+        console.print(remark, highlight=False, markup=False)
+    console.print(f"table {out / 'table.md'}", highlight=False, soft_wrap=True)
 
 
 def plan_table(plan: BitPlan) -> Table:

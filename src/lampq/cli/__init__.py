@@ -87,18 +87,19 @@ def evaluation_samples(
     return pictures("eval", evaluation, how, progress=progress)
 
 
+def main() -> None:
+    """Entry point of the lampq command."""
+    app()
+
+
+# the commands register themselves with the app above, in the order of its help
+from lampq.cli import quantize, compare, inspect  # noqa: E402, I001
+
+
 @app.command("version")
 def version_command() -> None:
     """Print the version."""
     print(__version__)
 
 
-def main() -> None:
-    """Entry point of the lampq command."""
-    app()
-
-
-# the commands register themselves with the app above
-from lampq.cli import inspect, quantize  # noqa: E402
-
-__all__ = ["TerminalProgress", "app", "inspect", "main", "quantize"]
+__all__ = ["TerminalProgress", "app", "compare", "inspect", "main", "quantize"]
