@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Case
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -19,7 +20,7 @@ from lampq.config import make_config
 from lampq.data import Samples
 from lampq.errors import BudgetError, ConfigError
 from lampq.evaluate import interval95
-from lampq.methods import METHODS
+from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.methods.minmax import MinMax
 from lampq.metrics import METRICS, Evidence, Sensitivity
 from lampq.models import bundled_samples, load_model
@@ -367,21 +368,36 @@ def test_inputs_behind_quantized_sites_depend_on_the_target() -> None:
     assert shared_options(quantized)["behind"][0] == "4"
 
 
-def test_measurements_with_other_options_have_other_keys(vit: Any) -> None:
-    from lampq.methods import FitCache, SiteWidths
-
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("fisher", {"images": 3}),
+        ("fisher", {"labels": "data"}),
+        ("fisher", {"alpha_trace": "quantized", "trace_images": 3}),
+        ("output", {"images": 3}),
+        ("output", {"labels": "data"}),
+        ("hawq", {"images": 3}),
+        ("hawq", {"labels": "data"}),
+        ("hawq", {"hessian": "hutchinson", "trace_images": 2, "draws": 1}),
+        ("kl", {"images": 3}),
+        ("loss", {"images": 3}),
+        ("nuclear", {"images": 3}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_measurements_with_other_options_have_other_keys(
+    vit: Case, name: str, option: dict[str, Any]
+) -> None:
     widths = SiteWidths(LayerBits(8, 8), 4)
     fits = FitCache(vit.model, vit.graph, MinMax(), vit.stats, widths)
     journal = Journal()
     evidence = Evidence(vit.model, vit.graph, fits, vit.samples, journal=journal)
-    for name in ("fisher", "output", "hawq", "kl", "loss", "nuclear"):
-        factory: Any = METRICS.get(name)
-        before = set(journal._known)
-        factory(images=2)(evidence, (LayerBits(3, 3), LayerBits(4, 4)))
-        between = set(journal._known)
-        factory(images=3)(evidence, (LayerBits(3, 3), LayerBits(4, 4)))
-        assert len(set(journal._known) - between) >= 1, name
-        assert name == "hawq" or between - before
+    factory: Any = METRICS.get(name)
+    factory(images=2)(evidence, (LayerBits(3, 3), LayerBits(4, 4)))
+    before = set(journal._known)
+    assert before
+    factory(**{"images": 2, **option})(evidence, (LayerBits(3, 3), LayerBits(4, 4)))
+    assert set(journal._known) - before
 
 
 def test_a_comparison_without_seeds_has_no_spread() -> None:
