@@ -3,8 +3,9 @@ from __future__ import annotations
 import csv
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ from lampq.compare import PLANS, make_trials, shared_options, sharing_key
 from lampq.config import make_config
 from lampq.data import Samples
 from lampq.errors import BudgetError, ConfigError
-from lampq.evaluate import interval95
+from lampq.evaluate import interval95, predict, top1
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.methods.minmax import MinMax
 from lampq.metrics import METRICS, Evidence, Sensitivity
 from lampq.models import bundled_samples, load_model
-from lampq.pipeline import behind_quantized
+from lampq.pipeline import behind_quantized, quantize
 from lampq.progress import Journal
 from lampq.report.table import spread, table_csv, table_markdown
-from lampq.types import LayerBits
+from lampq.scoring import PlanScorer, Run
+from lampq.types import BitPlan, LayerBits
 
 COMMON = """
 images = 16
@@ -180,6 +182,30 @@ def test_no_layer_is_fitted_twice_unless_the_target_matters(
     behind = [fit for fit in fitted if fit[0] == "repq" and fit[1] == "blocks.0.mlp.fc1"]
     counts = {bits: behind.count(fit) for *_, bits in behind for fit in [(*behind[0][:2], bits)]}
     assert counts == {LayerBits(2, 2): 2, LayerBits(3, 3): 3, LayerBits(4, 4): 3}
+
+
+def test_a_trial_that_shares_gives_what_it_gives_alone(finished: Path) -> None:
+    trials = make_trials(tomllib.loads(COMMON), methods=("minmax",), plans=("lampq",), bits=(3,))
+    few = lampq.cli.bundled_samples
+    result = quantize(load_model("fashion_vit").model, few("calib"), config=trials[0].config)
+    evaluation = few("eval")
+    (row,) = (row for row in rows_of(finished) if trials[0].key.items() <= row.items())
+    assert row["mean_weight_bits"] == result.plan.mean_weight_bits
+    assert row["calibration"] == pytest.approx(asdict(result.calibration["mixed"]))
+    assert row["top1"] == top1(predict(result.model, evaluation), evaluation.require_labels(""))
+
+
+def test_scores_of_a_plan_at_other_edges_are_not_mixed_up(vit: Case) -> None:
+    run = Run()
+    wide, narrow = SiteWidths(LayerBits(8, 8), 8), SiteWidths(LayerBits(1, 1), 1)
+    fits = FitCache(vit.model, vit.graph, MinMax(), vit.stats, wide)
+    plan = BitPlan.uniform(vit.graph.allocatable, LayerBits(4, 4))
+    reference = predict(vit.model, vit.samples)
+    found = [
+        PlanScorer(fits.at(sites, run.progress), vit.samples, reference, run).quality(plan)
+        for sites in (wide, narrow, wide)
+    ]
+    assert found[0] == found[2] != found[1]
 
 
 def test_results_are_not_overwritten_and_a_finished_run_is_not_resumed(
@@ -365,7 +391,7 @@ def test_inputs_behind_quantized_sites_depend_on_the_target() -> None:
     assert behind_quantized(METHODS.get("repq"), make_config({}))
     assert not behind_quantized(MinMax(), make_config({}))
     quantized = make_config({"method": "minmax", "fit_inputs": "quantized"})
-    assert shared_options(quantized)["behind"][0] == "4"
+    assert shared_options(quantized)["behind"][0] == "4/4"
 
 
 @pytest.mark.parametrize(

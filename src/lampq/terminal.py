@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -103,22 +103,26 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
 def print_comparison(table: Mapping[str, Any], out: Path) -> None:
     """The rows of a comparison, in the order they were asked for."""
     console = Console()
-    shown = Table(title=f"{table['model']['name']}, preset {table['preset']}")
-    for column in COLUMNS:
-        shown.add_column(column, justify="left" if column in NAMES else "right")
-    for row in table["rows"]:
-        shown.add_row(*cells(row))
-    console.print(shown)
+    title = f"{table['model']['name']}, preset {table['preset']}"
+    console.print(_narrow(title, COLUMNS, [cells(row) for row in table["rows"]]))
     if table["seeds"]:
-        spread = Table(title="over seeds")
-        for column in SPREAD_COLUMNS:
-            spread.add_column(column, justify="left" if column in NAMES else "right")
-        for row in table["seeds"]:
-            spread.add_row(*spread_cells(row))
-        console.print(spread)
+        rows = [spread_cells(row) for row in table["seeds"]]
+        console.print(_narrow("over seeds", SPREAD_COLUMNS, rows))
     for remark in remarks(table["rows"]):
         console.print(remark, highlight=False, markup=False)
     console.print(f"table {out / 'table.md'}", highlight=False, soft_wrap=True)
+
+
+def _narrow(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without lines, and without columns that hold nothing: it fits 80 characters."""
+    table = Table(title=title, box=None, pad_edge=False)
+    used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    for i in used:
+        side: Literal["left", "right"] = "left" if columns[i] in NAMES else "right"
+        table.add_column(columns[i], justify=side)
+    for row in rows:
+        table.add_row(*(row[i] for i in used))
+    return table
 
 
 def plan_table(plan: BitPlan) -> Table:
