@@ -217,6 +217,8 @@ def run(
     ``on_row`` is told every new row, and how many of all are done.
     """
     trials = comparison.trials
+    if not trials:
+        raise ConfigError("there is no trial to run")
     check(comparison.loaded, trials)
     what = {**comparison.inputs, "trials": [trial.config.to_json() for trial in trials]}
     work = open_work(out, fingerprint_of(trials[0].config, what), resume=resume)

@@ -18,6 +18,7 @@ from lampq.data import Samples
 from lampq.errors import ConfigError
 from lampq.models import DEFAULT_MODEL
 from lampq.report.table import Row, cells
+from lampq.runfolder import check_out
 from lampq.terminal import TerminalProgress, print_comparison
 from lampq.typed import names, numbers, preprocessing_with
 
@@ -64,6 +65,7 @@ def compare_command(
     limit = make_config(options).images
     loaded = load_float(model, weights, calib, evaluation)
     compare.check(loaded, trials)
+    check_out(out, resume=resume)
     how = preprocessing_with(loaded.preprocessing, mean, std, crop_pct)
     console = Console(stderr=True)
 
