@@ -114,9 +114,10 @@ def print_comparison(table: Mapping[str, Any], out: Path) -> None:
 
 
 def _narrow(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table without lines, and without columns that hold nothing: it fits 80 characters."""
+    """A table without lines, empty columns and the column of a single seed: fits 80 characters."""
     table = Table(title=title, box=None, pad_edge=False)
-    used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    values = [{row[i] for row in rows} - {""} for i in range(len(columns))]
+    used = [i for i, v in enumerate(values) if len(v) > (columns[i] == "seed")]
     for i in used:
         side: Literal["left", "right"] = "left" if columns[i] in NAMES else "right"
         table.add_column(columns[i], justify=side)
