@@ -120,7 +120,9 @@ def _narrow(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -
     used = [i for i, v in enumerate(values) if len(v) > (columns[i] == "seed")]
     for i in used:
         side: Literal["left", "right"] = "left" if columns[i] in NAMES else "right"
-        table.add_column(columns[i], justify=side)
+        # a column is never narrower than its values and the words of its title
+        least = max(len(word) for word in (*columns[i].split(), *values[i]))
+        table.add_column(columns[i], justify=side, min_width=least)
     for row in rows:
         table.add_row(*(row[i] for i in used))
     return table
