@@ -115,14 +115,14 @@ def print_comparison(table: Mapping[str, Any], out: Path) -> None:
 
 def _narrow(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table without lines, empty columns and the column of a single seed: fits 80 characters."""
-    table = Table(title=title, box=None, pad_edge=False)
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     values = [{row[i] for row in rows} - {""} for i in range(len(columns))]
     used = [i for i, v in enumerate(values) if len(v) > (columns[i] == "seed")]
     for i in used:
         side: Literal["left", "right"] = "left" if columns[i] in NAMES else "right"
-        # a column is never narrower than its values and the words of its title
-        least = max(len(word) for word in (*columns[i].split(), *values[i]))
-        table.add_column(columns[i], justify=side, min_width=least)
+        # as wide as its values and the words of its title
+        wide = max(len(word) for word in (*columns[i].split(), *values[i]))
+        table.add_column(columns[i], justify=side, width=wide)
     for row in rows:
         table.add_row(*(row[i] for i in used))
     return table
