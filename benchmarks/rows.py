@@ -33,8 +33,14 @@ def read(results: Path) -> list[Row]:
     return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
-def compute(options: argparse.Namespace, jobs: Callable[[], Jobs]) -> None:
-    """Compute and append the rows that the results file does not have yet."""
+def _accuracy(row: Row) -> str:
+    return f"top-1 {row['top1']:.2f}, KL {row['kl']:.3f}"
+
+
+def compute(
+    options: argparse.Namespace, jobs: Callable[[], Jobs], say: Callable[[Row], str] = _accuracy
+) -> None:
+    """Compute and append the rows that the results file does not have yet; ``say`` sums one up."""
     if options.threads:
         torch.set_num_threads(options.threads)
     options.results.parent.mkdir(parents=True, exist_ok=True)
@@ -47,4 +53,4 @@ def compute(options: argparse.Namespace, jobs: Callable[[], Jobs]) -> None:
         with options.results.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(row) + "\n")
         seconds = time.perf_counter() - start
-        print(f"{key}: top-1 {row['top1']:.2f}, KL {row['kl']:.3f} ({seconds:.0f} s)", flush=True)
+        print(f"{key}: {say(row)} ({seconds:.0f} s)", flush=True)

@@ -38,6 +38,7 @@ ORDER = (
     "pipeline",
     "report",
     "runfolder",
+    "compare",
     "terminal",
     "typed",
     "cli",

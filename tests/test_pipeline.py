@@ -224,6 +224,16 @@ def test_a_mixed_plan_that_is_worse_is_replaced_by_uniform_with_a_warning(
     assert any("the uniform plan is returned" in notice for notice in result.notices)
 
 
+def test_without_a_fallback_a_worse_plan_is_kept(
+    vit: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METRICS._factories, "output", Inverted)
+    options = {**QUICK, "exchanges": 0, "fallback": "none"}
+    result = quantize(vit.original, vit.samples, **options)
+    assert set(result.plan.widths) == {LayerBits(2, 2)}
+    assert result.notices == ()
+
+
 def test_the_plan_that_replaces_a_worse_one_is_made_of_the_choices(
     vit: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ class RunConfig:
     accept: Literal["accuracy", "loss", "kl"] = "kl"
     score_images: int = 256
     patience: int = 5
+    fallback: Literal["uniform", "none"] = "uniform"
     # reconstruction
     reconstruct: str | None = None
     reconstruct_images: int = 1024

@@ -209,22 +209,11 @@ def _quantize(
     notices: list[str],
 ) -> Result:
     job = prepare(model, config, patterns, given)
-    opened, graph = job.model, job.graph
     source = source_of(model)
-    _warn_of_gaps(graph)
+    _warn_of_gaps(job.graph)
     samples = samples.subset(config.images, config.seed)
-    with run.progress.stage("collect"):
-        graph = verify_norms(opened, graph, samples.inputs(slice(0, 2)))
-        stats = _statistics(job, graph, samples.subset(config.fit_images, config.seed), config, run)
-    fits = FitCache(
-        opened,
-        graph,
-        job.method,
-        stats,
-        site_widths(config),
-        store=run.store,
-        progress=run.progress,
-    )
+    fits = run.fits(lambda: _fits(job, samples, config, run)).at(site_widths(config), run.progress)
+    opened, graph = fits.model, fits.graph
     budget = budget_of(config)
     if config.target_size is not None:
         budget = _size_budget(config, fits, source)
@@ -294,14 +283,34 @@ def _quantize(
     )
 
 
+def _fits(job: Prepared, samples: Samples, config: RunConfig, run: Run) -> FitCache:
+    """A cache of fits, empty yet, on what every site sees."""
+    with run.progress.stage("collect"):
+        graph = verify_norms(job.model, job.graph, samples.inputs(slice(0, 2)))
+        stats = _statistics(job, graph, samples.subset(config.fit_images, config.seed), config, run)
+    return FitCache(
+        job.model,
+        graph,
+        job.method,
+        stats,
+        site_widths(config),
+        store=run.store,
+        progress=run.progress,
+    )
+
+
+def behind_quantized(method: object, config: RunConfig) -> bool:
+    """Whether fits see inputs behind sites at the target width; a method or its class."""
+    if config.fit_inputs == "published":
+        return bool(getattr(method, "sequential", False))
+    return config.fit_inputs == "quantized"
+
+
 def _statistics(
     job: Prepared, graph: ModelGraph, samples: Samples, config: RunConfig, run: Run
 ) -> Mapping[str, Stats]:
     """What every site sees: in the float model, or behind sites at the target width."""
-    quantized = config.fit_inputs == "quantized"
-    if config.fit_inputs == "published":
-        quantized = getattr(job.method, "sequential", False)
-    if not quantized:
+    if not behind_quantized(job.method, config):
         return collect(
             job.model,
             graph,

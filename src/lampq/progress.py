@@ -52,6 +52,32 @@ class Progress:
         """Something worth telling a person who waits."""
 
 
+def read_lines(path: Path) -> list[Any]:
+    """The objects of a file with one JSON object a line; a last line cut short is taken off it."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    entries, kept = [], []
+    for number, line in enumerate(lines):
+        try:
+            entry = json.loads(line) if line else None
+        except json.JSONDecodeError as error:
+            if number >= len(lines) - 2:
+                break
+            raise FormatError(f"{str(path)!r} line {number + 1} is damaged") from error
+        if entry is not None:
+            entries.append(entry)
+            kept.append(line)
+    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    return entries
+
+
+def append_line(path: Path, entry: Any) -> None:
+    """Add one JSON object to such a file."""
+    with path.open("a", encoding="utf-8") as handle:
+        handle.write(json.dumps(entry) + "\n")
+
+
 class Journal:
     """Results of finished pieces of work by key, appended to a file as they come.
 
@@ -62,20 +88,8 @@ class Journal:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._known: dict[str, Any] = {}
-        if path is not None and path.exists():
-            lines = path.read_text(encoding="utf-8").split("\n")
-            kept = []
-            for number, line in enumerate(lines):
-                try:
-                    entry = json.loads(line) if line else None
-                except json.JSONDecodeError as error:
-                    if number >= len(lines) - 2:
-                        break
-                    raise FormatError(f"{str(path)!r} line {number + 1} is damaged") from error
-                if entry is not None:
-                    self._known[entry["key"]] = entry["value"]
-                    kept.append(line)
-            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        if path is not None:
+            self._known = {entry["key"]: entry["value"] for entry in read_lines(path)}
 
     def once(self, key: str, compute: Callable[[], T]) -> T:
         """The value of that key: remembered, or computed and written down (as JSON)."""
@@ -83,7 +97,6 @@ class Journal:
             value = compute()
             self._known[key] = value
             if self.path is not None:
-                with self.path.open("a", encoding="utf-8") as handle:
-                    handle.write(json.dumps({"key": key, "value": value}) + "\n")
+                append_line(self.path, {"key": key, "value": value})
         known: T = self._known[key]
         return known

@@ -36,6 +36,9 @@ from lampq.types import BitPlan, LayerBits
 from lampq.version import __version__
 
 WORK = ".lampq"
+STAMP = "run.json"
+# what says that a folder holds results, of quantize or of compare
+RESULTS = ("report.json", "results.jsonl")
 
 
 def read_plan(path: Path) -> dict[str, LayerBits]:
@@ -57,25 +60,37 @@ def fingerprint_of(config: RunConfig, inputs: dict[str, Any]) -> str:
     return json.dumps({"config": config.to_json(), **inputs, "lampq": __version__}, sort_keys=True)
 
 
-def open_work(out: Path, fingerprint: str, *, resume: bool) -> Path:
-    """The folder of unfinished work; with ``resume`` that of the same run before."""
+def check_out(out: Path, *, resume: bool) -> None:
+    """Raise if a run cannot be started, or with ``resume`` continued, in that folder."""
     work = out / WORK
-    stamp = work / "run.json"
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {str(out)!r} is a file, not a folder")
-    if resume:
-        if (out / "report.json").exists() and not work.exists():
+    results = any((out / name).exists() for name in RESULTS)
+    if results and not work.exists():
+        if resume:
             raise ConfigError(f"{str(out)!r} holds a finished run: there is nothing to resume")
-        if not stamp.exists():
-            raise ConfigError(f"{str(out)!r} holds no interrupted run to resume")
+        raise ConfigError(f"{str(out)!r} already holds a finished run: choose another --out")
+    if resume and not (work / STAMP).exists():
+        raise ConfigError(f"{str(out)!r} holds no interrupted run to resume")
+    if results and not resume:
+        raise ConfigError(
+            f"{str(out)!r} holds an unfinished run: continue it with --resume, or choose "
+            "another --out"
+        )
+
+
+def open_work(out: Path, fingerprint: str, *, resume: bool) -> Path:
+    """The folder of unfinished work; with ``resume`` that of the same run before."""
+    check_out(out, resume=resume)
+    work = out / WORK
+    stamp = work / STAMP
+    if resume:
         if stamp.read_text(encoding="utf-8") != fingerprint:
             raise ConfigError(
                 f"the interrupted run in {str(out)!r} had other options or inputs: "
                 "give the same ones, or another --out"
             )
         return work
-    if (out / "report.json").exists():
-        raise ConfigError(f"{str(out)!r} already holds a finished run: choose another --out")
     shutil.rmtree(work, ignore_errors=True)
     write_atomically(stamp, fingerprint.encode())
     return work

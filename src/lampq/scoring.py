@@ -25,13 +25,17 @@ from lampq.types import BitPlan, Budget, LayerBits, Step
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What goes on beside the computation: progress, journal, stored fits, best plan so far."""
+    """What goes on beside the computation: progress, journal, stored fits, best plan so far.
+
+    ``fits`` is given how to make the cache of fits, and may give back that of an earlier run.
+    """
 
     progress: Progress = field(default_factory=Progress)
     journal: Journal = field(default_factory=Journal)
     store: FitStore | None = None
     on_plan: Callable[[BitPlan, nn.Module], None] = lambda plan, model: None
     states: StateStore = field(default_factory=NoStore)
+    fits: Callable[[Callable[[], FitCache]], FitCache] = lambda make: make()
 
 
 class PlanScorer:
@@ -50,10 +54,8 @@ class PlanScorer:
 
     def quality(self, plan: BitPlan) -> Quality:
         """How good the plan is on the samples."""
-        key = " ".join(map(str, plan.widths))
-        values = self.run.journal.once(
-            f"score {len(self.samples)} {key}", lambda: self._measure(plan)
-        )
+        key = f"score {len(self.samples)} {_widths(self.fits, plan)}"
+        values = self.run.journal.once(key, lambda: self._measure(plan))
         return Quality(*values)
 
     def _measure(self, plan: BitPlan) -> list[float]:
@@ -66,6 +68,11 @@ class PlanScorer:
             logits = cache.predict(model, min(changed)) if changed else cache.logits
         quality = Quality.of(logits, self.reference, self.samples.labels)
         return [quality.accuracy, quality.likelihood, quality.agreement]
+
+
+def _widths(fits: FitCache, plan: BitPlan) -> str:
+    """The widths of all sites, those outside the plan too."""
+    return f"{fits.sites.edge} {fits.sites.matmul} {' '.join(map(str, plan.widths))}"
 
 
 @torch.no_grad()
@@ -130,10 +137,8 @@ def improved(
     def errors(current: BitPlan) -> Mapping[str, float]:
         if config.exchange_error == "cumulative":
             few = samples.subset(config.fit_images, config.seed)
-            key = " ".join(map(str, current.widths))
-            return run.journal.once(
-                f"cumulative {key}", lambda: cumulative_errors(scorer.fits, current, few)
-            )
+            key = f"cumulative {len(few)} {_widths(scorer.fits, current)}"
+            return run.journal.once(key, lambda: cumulative_errors(scorer.fits, current, few))
         return {name: error_at(name, bits) for name, bits in current.items()}
 
     options = RefineOptions(
@@ -175,7 +180,9 @@ def better_start(plan: BitPlan, uniform: BitPlan, scorer: PlanScorer, config: Ru
 def not_worse_than_uniform(
     plan: BitPlan, uniform: BitPlan, scorer: PlanScorer, config: RunConfig
 ) -> BitPlan:
-    """The plan, or with a warning the uniform one where that scores better."""
+    """The plan, or with a warning the uniform one where that scores better (``fallback``)."""
+    if config.fallback == "none":
+        return plan
     mixed = _score_of(scorer.quality(plan), config.accept)
     plain = _score_of(scorer.quality(uniform), config.accept)
     if mixed >= plain:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -21,9 +21,11 @@ from rich.table import Table
 from lampq.evaluate import interval95
 from lampq.progress import Progress
 from lampq.report import plan_rows
+from lampq.report.table import COLUMNS, SPREAD_COLUMNS, cells, remarks, spread_cells
 from lampq.types import BitPlan
 
 T = TypeVar("T")
+NAMES = ("method", "plan", "reconstruct")
 
 
 class TerminalProgress(Progress):
@@ -96,6 +98,34 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
         ("model ", "model.safetensors"),
     ):
         console.print(f"{name} {out / files}", highlight=False, soft_wrap=True)
+
+
+def print_comparison(table: Mapping[str, Any], out: Path) -> None:
+    """The rows of a comparison, in the order they were asked for."""
+    console = Console()
+    title = f"{table['model']['name']}, preset {table['preset']}"
+    console.print(_narrow(title, COLUMNS, [cells(row) for row in table["rows"]]))
+    if table["seeds"]:
+        rows = [spread_cells(row) for row in table["seeds"]]
+        console.print(_narrow("over seeds", SPREAD_COLUMNS, rows))
+    for remark in remarks(table["rows"]):
+        console.print(remark, highlight=False, markup=False)
+    console.print(f"table {out / 'table.md'}", highlight=False, soft_wrap=True)
+
+
+def _narrow(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without lines, empty columns and the column of a single seed: fits 80 characters."""
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    values = [{row[i] for row in rows} - {""} for i in range(len(columns))]
+    used = [i for i, v in enumerate(values) if len(v) > (columns[i] == "seed")]
+    for i in used:
+        side: Literal["left", "right"] = "left" if columns[i] in NAMES else "right"
+        # as wide as its values and the words of its title
+        wide = max(len(word) for word in (*columns[i].split(), *values[i]))
+        table.add_column(columns[i], justify=side, width=wide)
+    for row in rows:
+        table.add_row(*(row[i] for i in used))
+    return table
 
 
 def plan_table(plan: BitPlan) -> Table:

@@ -27,6 +27,16 @@ class OptionalName(TyperCommand):
         return super().parse_args(ctx, filled)
 
 
+def names(text: str | None, option: str) -> tuple[str, ...]:
+    """Names with commas between; none if nothing was typed."""
+    if text is None:
+        return ()
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found):
+        raise ConfigError(f"{option} must be names with commas between, got {text!r}")
+    return found
+
+
 def numbers(text: str | None, name: str, kind: type[T]) -> tuple[T, ...] | None:
     """Numbers with commas between."""
     if text is None:

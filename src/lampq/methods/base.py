@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, Protocol
@@ -116,6 +117,12 @@ class FitCache:
         self._fits: dict[tuple[str, LayerBits], LayerFit] = {}
         self._matmuls: dict[tuple[str, int, int], MatmulFit] = {}
         self._errors: dict[tuple[str, LayerBits], float] = {}
+
+    def at(self, sites: SiteWidths, progress: Progress) -> FitCache:
+        """The same fits for another run, with its widths at the sites that no plan names."""
+        other = copy(self)
+        other.sites, other._progress = sites, progress
+        return other
 
     def inputs(self, name: str) -> Tensor:
         """Float inputs of a layer on the calibration images, (tokens, channels)."""

@@ -206,7 +206,7 @@ class TypeAwareFisher:
         samples = evidence.samples.subset(self.images, evidence.seed)
         batches = -(-len(samples) // 16)
         traces = evidence.journal.once(
-            "fisher traces",
+            f"fisher traces {len(samples)} {self.labels}",
             lambda: dict(
                 fisher_traces(
                     evidence.model,
@@ -288,7 +288,8 @@ class TypeAwareFisher:
 
         return {
             layer.name: evidence.journal.once(
-                f"quantized trace {layer.name} {bits}", partial(measure, layer)
+                f"quantized trace {len(samples)} {self.labels} {layer.name} {bits}",
+                partial(measure, layer),
             )
             for layer in evidence.progress.track(probed, "traces of probes", len(probed))
         }

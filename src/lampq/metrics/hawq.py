@@ -132,9 +132,11 @@ class Hawq:
         """Costs of all layers at all widths."""
         layers = evidence.graph.allocatable
         evidence.fits.prefetch((layer.name, bits) for layer in layers for bits in choices)
-        traces = positive(
-            evidence.journal.once(f"{self.hessian} traces", lambda: self._traces(evidence))
-        )
+        samples = evidence.samples.subset(self._trace_images, evidence.seed)
+        key = f"{self.hessian} traces {len(samples)} {self.labels}"
+        if self.hessian == "hutchinson":
+            key += f" {self.draws}"
+        traces = positive(evidence.journal.once(key, lambda: self._traces(evidence, samples)))
         details: dict[str, Any] = {"hessian": self.hessian, "trace": traces}
         cost = np.zeros((len(layers), len(choices)))
         for row, layer in enumerate(layers):
@@ -143,7 +145,9 @@ class Hawq:
                 change = weight_change(evidence.fits.layer(layer.name, bits), weight)
                 cost[row, column] = traces[layer.name] / layer.n_params * change
         if separate(choices):
-            inner = evidence.journal.once("input traces", lambda: self._input_traces(evidence))
+            inner = evidence.journal.once(
+                f"input traces {self.images} {self.labels}", lambda: self._input_traces(evidence)
+            )
             details["input_trace"] = inner
             for row, layer in enumerate(layers):
                 seen = evidence.fits.inputs(layer.name)
@@ -152,10 +156,13 @@ class Hawq:
                     cost[row, column] += inner[layer.name] * input_change(fit, seen)
         return Sensitivity(CostTable(layers, choices, cost), details)
 
-    def _traces(self, evidence: Evidence) -> dict[str, float]:
+    @property
+    def _trace_images(self) -> int:
+        return self.trace_images if self.hessian == "hutchinson" else self.images
+
+    def _traces(self, evidence: Evidence, samples: Samples) -> dict[str, float]:
         layers = evidence.graph.allocatable
         if self.hessian == "hutchinson":
-            samples = evidence.samples.subset(self.trace_images, evidence.seed)
             return dict(
                 hutchinson_traces(
                     evidence.model,
@@ -166,7 +173,6 @@ class Hawq:
                     seed=evidence.seed,
                 )
             )
-        samples = evidence.samples.subset(self.images, evidence.seed)
         return dict(
             fisher_traces(evidence.model, layers, samples, labels=self.labels, seed=evidence.seed)
         )

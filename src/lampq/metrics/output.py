@@ -40,8 +40,9 @@ class OutputFisher:
     def __call__(self, evidence: Evidence, choices: tuple[LayerBits, ...]) -> Sensitivity:
         """Costs of all layers at all widths."""
         layers = evidence.graph.allocatable
+        how = f"{self.form} {self.images} {self.draws} {self.labels}"
         cost = evidence.journal.once(
-            f"output fisher {self.form} {[str(c) for c in choices]}",
+            f"output fisher {how} {[str(c) for c in choices]}",
             lambda: self._measure(evidence, choices).tolist(),
         )
         table = CostTable(layers, choices, np.array(cost))

@@ -1,64 +1,29 @@
-"""lampq quantize | eval | show."""
+"""lampq quantize."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from lampq.artifact.checkpoint import load_checkpoint, read_checkpoint
+from lampq.cli import app, calibration_samples, evaluation_samples, guarded, load_float
 from lampq.config import RunConfig, make_config, read_toml
-from lampq.data import Preprocessing, Samples, list_folder, read_folder
-from lampq.errors import ConfigError, LampqError
-from lampq.evaluate import interval95
-from lampq.models import DEFAULT_MODEL, LoadedModel, bundled_samples, load_model, preprocessing_of
+from lampq.models import DEFAULT_MODEL
 from lampq.pipeline import prepare
-from lampq.progress import Progress
-from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan, run_job, score
-from lampq.terminal import TerminalProgress, plan_table, print_result
+from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan, run_job
+from lampq.terminal import TerminalProgress, print_result
 from lampq.typed import OptionalName, numbers, preprocessing_with, size_in_bytes, width
-from lampq.types import BitPlan
-from lampq.version import __version__
 
 METHOD, METRIC, EXCHANGES = "Base method", "Metric", "Allocation and exchanges"
 RECONSTRUCTION = "Reconstruction"
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Layer-wise mixed-precision quantization of Vision Transformers.",
-)
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"lampq: {message}", file=sys.stderr)
-    raise typer.Exit(2)
-
-
-def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """One sentence and exit code 2 for a LampqError; 130 for Ctrl-C."""
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except LampqError as error:
-            _fail(str(error))
-        except KeyboardInterrupt:
-            print("lampq: interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
-
-    return run
 
 
 @app.command("quantize", cls=OptionalName)
-@_guarded
+@guarded
 def quantize_command(
     model: Annotated[str, typer.Argument(help="a timm name, or a bundled one")] = DEFAULT_MODEL,
     weights: Annotated[Path | None, typer.Option(help=".safetensors or .pth state dict")] = None,
@@ -226,6 +191,12 @@ def quantize_command(
         int | None,
         typer.Option(help="rejected exchanges before the end", rich_help_panel=EXCHANGES),
     ] = None,
+    fallback: Annotated[
+        str | None,
+        typer.Option(
+            help="where the uniform plan scores better: uniform or none", rich_help_panel=EXCHANGES
+        ),
+    ] = None,
     reconstruct: Annotated[
         str | None,
         typer.Option(
@@ -264,12 +235,7 @@ def quantize_command(
     settings = make_config({**from_file, **{k: v for k, v in given.items() if v is not None}})
     layer_plan = None if plan is None else read_plan(plan)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
-    for folder in (calib, evaluation):
-        if folder is not None:
-            list_folder(folder)
-    loaded = load_model(model, weights)
-    if loaded.source.kind != "bundled" and calib is None:
-        raise ConfigError(f"model {model!r} needs calibration pictures: give --calib DIR")
+    loaded = load_float(model, weights, calib, evaluation)
     prepare(loaded.model, settings, plan=layer_plan)
     inputs = {
         "model": model,
@@ -283,12 +249,8 @@ def quantize_command(
     }
     work = open_work(out, fingerprint_of(settings, inputs), resume=resume)
     how = preprocessing_with(loaded.preprocessing, mean, std, crop_pct)
-    samples = (
-        bundled_samples("calib")
-        if calib is None
-        else read_folder(calib, how, limit=settings.images, seed=settings.seed, progress=progress)
-    )
-    scored = _evaluation_samples(loaded, calib, evaluation, how, progress)
+    samples = calibration_samples(calib, how, settings.images, settings.seed, progress)
+    scored = evaluation_samples(loaded, calib, evaluation, how, progress)
     for some in (samples, scored):
         if some is not None:
             check_labels(some, loaded.model)
@@ -306,108 +268,3 @@ def quantize_command(
         print(json.dumps(report, indent=2))
     elif not quiet:
         print_result(report, result.plan, out)
-
-
-def _evaluation_samples(
-    loaded: LoadedModel,
-    calib: Path | None,
-    evaluation: Path | None,
-    how: Preprocessing,
-    progress: Progress,
-) -> Samples | None:
-    if evaluation is not None:
-        return read_folder(evaluation, how, progress=progress)
-    return bundled_samples("eval") if loaded.source.kind == "bundled" and calib is None else None
-
-
-@app.command("eval")
-@_guarded
-def eval_command(
-    checkpoint: Annotated[Path, typer.Argument(help="model.safetensors of a run")],
-    data: Annotated[Path | None, typer.Option(help="pictures; bundled ones if absent")] = None,
-    images: Annotated[int | None, typer.Option(help="how many pictures to score")] = None,
-    seed: Annotated[int, typer.Option(help="seed of the choice of pictures")] = 0,
-    mean: Annotated[str | None, typer.Option(help="pixel mean")] = None,
-    std: Annotated[str | None, typer.Option(help="pixel deviation")] = None,
-    crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
-) -> None:
-    """Score a quantized model on pictures."""
-    header, _ = read_checkpoint(checkpoint)
-    if data is not None:
-        list_folder(data)
-    if images is not None and images < 1:
-        raise ConfigError(f"images must be at least 1, got {images}")
-    model = load_checkpoint(checkpoint)
-    bundled = header.source.kind == "bundled"
-    own = header.preprocessing or preprocessing_of(header.source.build())
-    how = preprocessing_with(own, mean, std, crop_pct)
-    if data is None and not bundled:
-        raise ConfigError("give the pictures to score with --data DIR")
-    samples = (
-        bundled_samples("eval") if data is None else read_folder(data, how, limit=images, seed=seed)
-    )
-    if images is not None:
-        samples = samples.subset(images, seed)
-    check_labels(samples, model)
-    progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
-    result = score(model, samples, progress, "scoring")
-    if as_json:
-        print(json.dumps({**result, "model": header.source.name, "file": str(checkpoint)}))
-    else:
-        half = interval95(result["top1"], int(result["images"]))
-        print(f"top-1 {result['top1']:.2f} % (±{half:.2f}) on {result['images']} images")
-
-
-@app.command("show")
-@_guarded
-def show_command(
-    checkpoint: Annotated[Path, typer.Argument(help="model.safetensors of a run")],
-    as_json: Annotated[bool, typer.Option("--json", help="print the header as JSON")] = False,
-) -> None:
-    """Show the plan and the contents of a quantized model."""
-    header, tensors = read_checkpoint(checkpoint)
-    if as_json:
-        print(json.dumps(dict(header.content), indent=2))
-        return
-    console = Console()
-    listed = list(header.layers())
-    names = header.content.get("plan", {})
-    searched = [(spec, bits) for spec, bits in listed if spec.name in names]
-    plan = BitPlan(tuple(s for s, _ in searched), tuple(b for _, b in searched))
-    console.print(
-        f"{header.source.name}, lampq {header.content['lampq_version']}, format "
-        f"{header.content['format_version']}, {checkpoint.stat().st_size / 1e6:.3f} MB, "
-        f"method {header.content['config']['method']}",
-        highlight=False,
-    )
-    console.print(
-        f"mean weight bits of the searched layers {plan.mean_weight_bits:.4f}, "
-        f"mean activation bits {plan.mean_activation_bits:.4f}",
-        highlight=False,
-    )
-    console.print(plan_table(plan))
-    others = [(spec, bits) for spec, bits in listed if spec.name not in names]
-    for spec, bits in others:
-        console.print(f"{spec.name} ({spec.role.value}): {bits} bits", highlight=False)
-    codes = sum(t.numel() for k, t in tensors.items() if k.endswith(".codes"))
-    console.print(
-        f"{codes / 1e6:.3f} MB of codes, {len(header.content['matmuls'])} quantized matmuls",
-        highlight=False,
-    )
-
-
-@app.command("version")
-def version_command() -> None:
-    """Print the version."""
-    print(__version__)
-
-
-def main() -> None:
-    """Entry point of the lampq command."""
-    app()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,97 @@
+"""lampq eval and lampq show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lampq.artifact.checkpoint import load_checkpoint, read_checkpoint
+from lampq.cli import app, guarded, pictures
+from lampq.data import list_folder
+from lampq.errors import ConfigError
+from lampq.evaluate import interval95
+from lampq.models import preprocessing_of
+from lampq.runfolder import check_labels, score
+from lampq.terminal import TerminalProgress, plan_table
+from lampq.typed import preprocessing_with
+from lampq.types import BitPlan
+
+
+@app.command("eval")
+@guarded
+def eval_command(
+    checkpoint: Annotated[Path, typer.Argument(help="model.safetensors of a run")],
+    data: Annotated[Path | None, typer.Option(help="pictures; bundled ones if absent")] = None,
+    images: Annotated[int | None, typer.Option(help="how many pictures to score")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the choice of pictures")] = 0,
+    mean: Annotated[str | None, typer.Option(help="pixel mean")] = None,
+    std: Annotated[str | None, typer.Option(help="pixel deviation")] = None,
+    crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
+) -> None:
+    """Score a quantized model on pictures."""
+    header, _ = read_checkpoint(checkpoint)
+    if data is not None:
+        list_folder(data)
+    if images is not None and images < 1:
+        raise ConfigError(f"images must be at least 1, got {images}")
+    model = load_checkpoint(checkpoint)
+    bundled = header.source.kind == "bundled"
+    own = header.preprocessing or preprocessing_of(header.source.build())
+    how = preprocessing_with(own, mean, std, crop_pct)
+    if data is None and not bundled:
+        raise ConfigError("give the pictures to score with --data DIR")
+    samples = pictures("eval", data, how, limit=images, seed=seed)
+    if images is not None:
+        samples = samples.subset(images, seed)
+    check_labels(samples, model)
+    progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
+    result = score(model, samples, progress, "scoring")
+    if as_json:
+        print(json.dumps({**result, "model": header.source.name, "file": str(checkpoint)}))
+    else:
+        half = interval95(result["top1"], int(result["images"]))
+        print(f"top-1 {result['top1']:.2f} % (±{half:.2f}) on {result['images']} images")
+
+
+@app.command("show")
+@guarded
+def show_command(
+    checkpoint: Annotated[Path, typer.Argument(help="model.safetensors of a run")],
+    as_json: Annotated[bool, typer.Option("--json", help="print the header as JSON")] = False,
+) -> None:
+    """Show the plan and the contents of a quantized model."""
+    header, tensors = read_checkpoint(checkpoint)
+    if as_json:
+        print(json.dumps(dict(header.content), indent=2))
+        return
+    console = Console()
+    listed = list(header.layers())
+    names = header.content.get("plan", {})
+    searched = [(spec, bits) for spec, bits in listed if spec.name in names]
+    plan = BitPlan(tuple(s for s, _ in searched), tuple(b for _, b in searched))
+    console.print(
+        f"{header.source.name}, lampq {header.content['lampq_version']}, format "
+        f"{header.content['format_version']}, {checkpoint.stat().st_size / 1e6:.3f} MB, "
+        f"method {header.content['config']['method']}",
+        highlight=False,
+    )
+    console.print(
+        f"mean weight bits of the searched layers {plan.mean_weight_bits:.4f}, "
+        f"mean activation bits {plan.mean_activation_bits:.4f}",
+        highlight=False,
+    )
+    console.print(plan_table(plan))
+    others = [(spec, bits) for spec, bits in listed if spec.name not in names]
+    for spec, bits in others:
+        console.print(f"{spec.name} ({spec.role.value}): {bits} bits", highlight=False)
+    codes = sum(t.numel() for k, t in tensors.items() if k.endswith(".codes"))
+    console.print(
+        f"{codes / 1e6:.3f} MB of codes, {len(header.content['matmuls'])} quantized matmuls",
+        highlight=False,
+    )
