@@ -221,7 +221,7 @@ def test_without_its_offset_the_value_arrives_larger_by_the_shift(
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(FormatError, match="unknown quantizer kind 'cubic'; known: log, .*uniform"):
+    with pytest.raises(FormatError, match=r"unknown quantizer kind 'cubic'; known: log, .*uniform"):
         rebuild({"kind": "cubic", "bits": 4}, {})
 
 
