@@ -18,7 +18,7 @@ import lampq.cli
 from lampq.artifact.states import StateFolder
 from lampq.cli import app
 from lampq.data import Samples
-from lampq.errors import ConfigError
+from lampq.errors import ConfigError, DataError
 from lampq.evaluate import predict
 from lampq.models import bundled_samples
 from lampq.pipeline import Result, quantize
@@ -99,6 +99,12 @@ def test_a_worse_model_is_not_returned(
 def test_an_unknown_name_is_refused_before_any_work(vit: Case, samples: Samples) -> None:
     with pytest.raises(ConfigError, match="unknown reconstruction 'x'; known: adalog, distill"):
         quantize(vit.original, samples, reconstruct="x", **OPTIONS)
+
+
+def test_a_single_image_is_refused(vit: Case, samples: Samples) -> None:
+    one = Samples(samples.images[:1])
+    with pytest.raises(DataError, match="needs at least two calibration images, got one"):
+        quantize(vit.original, one, reconstruct="distill", **OPTIONS)
 
 
 def test_stored_states_survive_and_damaged_ones_are_ignored(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from lampq.config import RunConfig
 from lampq.data import Samples
+from lampq.errors import DataError
 from lampq.evaluate import Quality, predict
 from lampq.methods import FitCache
 from lampq.reconstruct import Finish, Finisher
@@ -49,6 +50,8 @@ def reconstructed(
 ) -> tuple[nn.Module, Reconstruction]:
     """The trained model, compared with the untrained one on images kept from the training."""
     assert config.reconstruct is not None, "only called with a finisher"
+    if len(samples) < 2:
+        raise DataError("reconstruction needs at least two calibration images, got one")
     training, held = samples.split(min(HELD_OUT, len(samples) // 4 or 1), config.seed)
     training = training.subset(config.reconstruct_images, config.seed)
     layers, matmuls = fits.of_plan(plan)

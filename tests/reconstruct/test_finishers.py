@@ -149,8 +149,8 @@ def test_the_tail_of_a_model_gives_its_logits(case: Case) -> None:
         )
         case.model(images)
         handle.remove()
-        with tail(case.model, case.graph.blocks, number) as rest:
-            torch.testing.assert_close(rest(images, outputs[0]), expected, rtol=1e-4, atol=1e-4)
+        rest = tail(case.model, case.graph.blocks, number)
+        torch.testing.assert_close(rest(images, outputs[0]), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_large_arrays_live_in_a_file(monkeypatch: pytest.MonkeyPatch, vit: Case) -> None:

@@ -110,6 +110,6 @@ def roundness(module: nn.Module, power: float) -> Tensor:
     """How far the codes between two are from either, summed (the regulariser of AdaRound)."""
     total = torch.zeros(())
     for layer in layers_of(module):
-        if isinstance(layer, TrainableLayer) and layer.floor is not None:
+        if layer.floor is not None:
             total = total + (1 - (2 * layer.up() - 1).abs().pow(power)).sum()
     return total

@@ -10,8 +10,7 @@ QDrop (Wei et al., ICLR 2022), PD-Quant (Liu et al., CVPR 2023), and the second 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +28,8 @@ from lampq.reconstruct.trainable import Rounding, fitted, quantizers, trainable
 WARM_UP = 0.2
 ROUNDNESS_POWERS = (20.0, 2.0)
 FISHER_IMAGES = 128
+Tail = Callable[[Tensor, Tensor], Tensor]
+"""The logits of images, given the output of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +91,24 @@ class BlockRecipe:
         optimizer = self.rates.optimizer(block)
         for quantizer in quantizers(block):
             quantizer.drop = self.drop
-        with tail(job.model, feed.blocks, feed.number) as rest:
-            for step in steps:
-                index = torch.randint(len(feed.inputs), (min(self.batch, len(feed.inputs)),))
-                follow_cosine(optimizer, step / self.iterations)
-                optimizer.zero_grad(set_to_none=True)
-                self._loss(job, feed, index, weight, rest, step / self.iterations).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
+        rest = tail(job.model, feed.blocks, feed.number) if self.prediction else None
+        for step in steps:
+            index = torch.randint(len(feed.inputs), (min(self.batch, len(feed.inputs)),))
+            follow_cosine(optimizer, step / self.iterations)
+            optimizer.zero_grad(set_to_none=True)
+            self._loss(job, feed, index, weight, rest, step / self.iterations).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
         for quantizer in quantizers(block):
             quantizer.drop = 0.0
 
     def _loss(
-        self, job: Finish, feed: Feed, index: Tensor, weight: Tensor | None, rest: Any, done: float
+        self,
+        job: Finish,
+        feed: Feed,
+        index: Tensor,
+        weight: Tensor | None,
+        rest: Tail | None,
+        done: float,
     ) -> Tensor:
         exact, target = feed.float_inputs[index], feed.targets[index]
         inputs = exact
@@ -112,7 +119,7 @@ class BlockRecipe:
         output = feed.block(inputs, *feed.call.rest, **feed.call.named)
         squared = (output - target).square()
         loss: Tensor = (squared if weight is None else squared * weight).sum(dim=-1).mean()
-        if self.prediction:
+        if rest is not None:
             for quantizer in quantizers(feed.block):
                 quantizer.drop = 0.0
             whole = feed.block(feed.inputs[index], *feed.call.rest, **feed.call.named)
@@ -153,8 +160,7 @@ class _Skipped(nn.Module):
         return x
 
 
-@contextmanager
-def tail(model: nn.Module, blocks: Sequence[str], number: int) -> Iterator[Any]:
+def tail(model: nn.Module, blocks: Sequence[str], number: int) -> Tail:
     """The float model after a block, as a function of images and of the block's output."""
     shortened = copy.deepcopy(model)
     given = _Given()
@@ -167,7 +173,7 @@ def tail(model: nn.Module, blocks: Sequence[str], number: int) -> Iterator[Any]:
         logits: Tensor = shortened(images)
         return logits
 
-    yield rest
+    return rest
 
 
 def fisher_weights(
