@@ -550,7 +550,7 @@ QUANTIZE: dict[str, tuple[Bad, str]] = {
     "target-size": (lambda f: ["--target-size", "3 apples"], "target-size must be like 3.5MB"),
     "target-size-huge": (lambda f: ["--target-size", "1e999"], "target-size|target_size"),
     "target-size-small": (lambda f: ["--target-size", "1kB"], "a file of 1000 bytes is too small"),
-    "bits": (lambda f: ["--bits", "11"], r"bits must be in 1\.\.8, got 11"),
+    "bits": (lambda f: ["--bits", "11"], r"bits must be in 1\.\.10, got 11"),
     "bits-nan": (lambda f: ["--bits", "nan"], "bits must be in"),
     "infeasible": (
         lambda f: ["--bits", "1.5"],
@@ -588,9 +588,9 @@ QUANTIZE: dict[str, tuple[Bad, str]] = {
     "plan-width": (
         lambda f: [
             "--plan",
-            _file(f, "p.json", '{"layers": {"a": {"weight": 9, "activation": 9}}}'),
+            _file(f, "p.json", '{"layers": {"a": {"weight": 11, "activation": 11}}}'),
         ],
-        r"weight bits must be in 1\.\.8, got 9",
+        r"weight bits must be in 1\.\.10, got 11",
     ),
     "plan-layer": (
         lambda f: [

@@ -270,7 +270,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
         (("--reconstruct", "none,distil"), "unknown .*'distil'; known: .*distill"),
         (("--bits", "4,x"), "bits must be numbers with commas between"),
         (("--bits", "4,1"), "no assignment averages 1 bits"),
-        (("--bits", "4,11"), r"bits must be in 1\.\.8, got 11"),
+        (("--bits", "4,11"), r"bits must be in 1\.\.10, got 11"),
         (("--plans", "uniform,,lampq"), "plans must be names with commas between"),
         (("--plans", "uniform,uniform"), "the same trial is asked for twice"),
         (("--preset", "quick"), "unknown preset 'quick'; known: best, paper"),

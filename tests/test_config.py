@@ -11,16 +11,16 @@ from lampq.config import PRESETS, RunConfig, make_config, read_toml
 from lampq.errors import ConfigError
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "bits-low": ({"bits": 0.5}, r"bits must be in 1\.\.8, got 0\.5"),
-    "bits-high": ({"bits": 9}, r"bits must be in 1\.\.8, got 9"),
+    "bits-low": ({"bits": 0.5}, r"bits must be in 1\.\.10, got 0\.5"),
+    "bits-high": ({"bits": 11}, r"bits must be in 1\.\.10, got 11"),
     "bits-nan": ({"bits": float("nan")}, "bits"),
     "bits-text": ({"bits": "four"}, "bits must be a number, got 'four'"),
     "bits-bool": ({"bits": True}, "bits must be a number, got True"),
-    "act-bits": ({"act_bits": 9}, r"act_bits must be in 1\.\.8, got 9"),
-    "edge-bits": ({"edge_bits": 0}, r"edge_bits must be in 1\.\.8, got 0"),
+    "act-bits": ({"act_bits": 11}, r"act_bits must be in 1\.\.10, got 11"),
+    "edge-bits": ({"edge_bits": 0}, r"edge_bits must be in 1\.\.10, got 0"),
     "edge-bits-text": ({"edge_bits": "wide"}, "edge_bits must be one of target or a whole number"),
-    "matmul-bits": ({"matmul_bits": 12}, r"matmul_bits must be in 1\.\.8, got 12"),
-    "beta": ({"beta": 0}, r"beta must be in 1\.\.8, got 0"),
+    "matmul-bits": ({"matmul_bits": 12}, r"matmul_bits must be in 1\.\.10, got 12"),
+    "beta": ({"beta": 0}, r"beta must be in 1\.\.10, got 0"),
     "images": ({"images": 0}, "images must be at least 1, got 0"),
     "fit-images": ({"fit_images": -3}, "fit_images must be at least 1, got -3"),
     "metric-images": ({"metric_images": 0}, "metric_images must be at least 1"),
@@ -39,11 +39,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "target-size": ({"target_size": 0}, "target_size must be positive, got 0"),
     "choices-none": ({"choices": []}, "choices must be different widths in .*, got none"),
     "choices-twice": ({"choices": [2, 3, 2]}, "choices must be different widths .*, got 2,3,2"),
-    "choices-wide": ({"choices": [2, 9]}, "choices must be different widths in .*, got 2,9"),
+    "choices-wide": ({"choices": [2, 11]}, "choices must be different widths in .*, got 2,11"),
     "choices-text": ({"choices": ["2"]}, "choices must be a list of a whole number"),
     "act-choices": (
-        {"joint": False, "act_choices": [2, 9]},
-        "act_choices must be different widths in .*, got 2,9",
+        {"joint": False, "act_choices": [2, 11]},
+        "act_choices must be different widths in .*, got 2,11",
     ),
     "act-choices-joint": (
         {"act_choices": [2, 3]},
@@ -120,7 +120,7 @@ def test_every_preset_is_a_valid_configuration(preset: str) -> None:
         (3.5, (1, 2, 3, 4, 5)),
         (4, (2, 3, 4, 5)),
         (6, (4, 5, 6, 7, 8)),
-        (8, (6, 7, 8)),
+        (8, (6, 7, 8, 9, 10)),
         (2, (1, 2, 3, 4)),
         (1, (1, 2, 3)),
     ],
@@ -133,7 +133,29 @@ def test_the_choices_of_the_paper_preset_lie_around_the_target(
     assert tuple(width.weight for width in config.widths) == expected
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4.5, 8])
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("paper", [(2, 6), (3, 7), (4, 8), (5, 9), (6, 10)]),
+        ("best", [(2, 6), (3, 7), (4, 8), (5, 9), (6, 10), (8, 10)]),
+    ],
+)
+def test_four_bit_weights_with_eight_bit_inputs_have_these_choices(
+    preset: str, expected: list[tuple[int, int]]
+) -> None:
+    widths = make_config({"preset": preset, "bits": 4, "act_bits": 8}).widths
+    assert [(width.weight, width.activation) for width in widths] == expected
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_there_is_something_to_choose_around_eight_bits(preset: str) -> None:
+    widths = make_config({"preset": preset, "bits": 8, "act_bits": 8}).widths
+    assert [(width.weight, width.activation) for width in widths] == [
+        (b, b) for b in (6, 7, 8, 9, 10)
+    ]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4.5, 7, 8])
 def test_the_target_of_the_best_preset_is_one_of_its_choices(bits: float) -> None:
     config = make_config({"bits": bits})
     assert config.target in config.widths
@@ -149,13 +171,13 @@ def test_choices_are_put_in_order() -> None:
     ("bits", "act_bits", "expected"),
     [
         (4, None, [(2, 2), (4, 4), (8, 8)]),
-        (4, 6, [(2, 4), (4, 6), (8, 8)]),
+        (4, 6, [(2, 4), (4, 6), (8, 10)]),
         (4, 2, [(2, 1), (4, 2), (8, 6)]),
-        (4.5, 8, [(2, 6), (4, 8), (8, 8)]),
+        (4.5, 8, [(2, 6), (4, 8), (8, 10)]),
     ],
     ids=str,
 )
-def test_activation_widths_keep_their_distance_within_one_to_eight(
+def test_activation_widths_keep_their_distance_within_one_to_ten(
     bits: float, act_bits: int | None, expected: list[tuple[int, int]]
 ) -> None:
     config = make_config({"bits": bits, "act_bits": act_bits, "choices": [2, 4, 8]})

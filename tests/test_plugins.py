@@ -50,7 +50,7 @@ def test_a_method_carries_the_name_it_is_registered_by(method: str) -> None:
 
 @methods
 @sites
-@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("width", [*range(1, 9), 10])
 def test_every_width_gives_a_finite_layer_with_codes_in_range(
     request: pytest.FixtureRequest, method: str, model: str, layer: str, width: int
 ) -> None:
@@ -207,7 +207,7 @@ EXAMPLES: dict[str, Callable[[int], Quantizer]] = {
     "twin_gelu": _twin_gelu,
 }
 kinds = pytest.mark.parametrize("kind", list(KINDS))
-widths = pytest.mark.parametrize("bits", range(1, 9))
+widths = pytest.mark.parametrize("bits", range(1, 11))
 X = torch.cat([torch.linspace(-3, 3, 500), torch.tensor([0.0, 1e20, -1e20])])
 
 

@@ -22,11 +22,11 @@ LAYERS = (QKV, PROJ)
 TWO, FOUR = LayerBits(2, 2), LayerBits(4, 4)
 
 
-@pytest.mark.parametrize("bits", [0, 9, -1])
+@pytest.mark.parametrize("bits", [0, 11, -1])
 @pytest.mark.parametrize("kind", ["weight", "activation"])
-def test_a_width_outside_one_to_eight_is_refused_with_its_value(kind: str, bits: int) -> None:
+def test_a_width_outside_one_to_ten_is_refused_with_its_value(kind: str, bits: int) -> None:
     widths = {"weight": 4, "activation": 4, kind: bits}
-    with pytest.raises(ConfigError, match=rf"{kind} bits must be in 1\.\.8, got {bits}"):
+    with pytest.raises(ConfigError, match=rf"{kind} bits must be in 1\.\.10, got {bits}"):
         LayerBits(**widths)
 
 

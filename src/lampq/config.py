@@ -147,8 +147,8 @@ class RunConfig:
         """The choices of the allocation, ascending, with their activation widths."""
         weights = self.choices
         if weights is None:
-            target = self.target.weight
-            weights = WIDE if self.preset == "best" else _paper_widths(target)
+            own = self.preset == "best" and self.target.weight < WIDE[-1] - 1
+            weights = WIDE if own else _paper_widths(self.target)
         if not self.joint:
             activations = sorted(self.act_choices or _around(self.target.activation))
             return tuple(LayerBits(w, a) for w in sorted(weights) for a in activations)
@@ -175,9 +175,11 @@ class RunConfig:
         return {**asdict(self), **effective}
 
 
-def _paper_widths(target: int) -> tuple[int, ...]:
-    """The paper's sets: 1..5 around three bits, 2..5 around four, else two on either side."""
-    low, high = {3: (1, 5), 4: (2, 5)}.get(target, (target - 2, target + 2))
+def _paper_widths(target: LayerBits) -> tuple[int, ...]:
+    """The paper's sets: 1..5 for 3/3 bits, 2..5 for 4/4, else two on either side."""
+    low, high = target.weight - 2, target.weight + 2
+    if target.weight == target.activation:
+        low, high = {3: (1, 5), 4: (2, 5)}.get(target.weight, (low, high))
     return tuple(range(max(MIN_BITS, low), min(MAX_BITS, high) + 1))
 
 

@@ -18,11 +18,15 @@ from lampq.types import BitPlan, Budget, LayerBits, Step, narrower, separate, wi
 Ratios = Literal["paper", "exact", "optimal", "measured"]
 SCORE_TOLERANCE = 1e-9
 
-# error at B - 1 bits over error at B bits, B = 2..8
-PAPER_RATIOS = (82.74, 6.59, 4.70, 4.29, 4.13, 4.12, 4.03)
-# mean squared error of the best uniform grid for a normal variable, 1..8 bits (Max, 1960, and
-# own computation for 6..8)
-OPTIMAL_ERRORS = (0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.00104, 0.000304, 0.0000876)
+# error at B - 1 bits over error at B bits, B = 2..8; the paper's table ends there, and 9 and 10 are
+# the limit of its formula
+PAPER_RATIOS = (82.74, 6.59, 4.70, 4.29, 4.13, 4.12, 4.03, 4.0, 4.0)
+# mean squared error of the best uniform grid for a normal variable, 1..10 bits (Max, 1960, and own
+# computation from 6 on)
+OPTIMAL_ERRORS = (
+    *(0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.00104, 0.000304, 0.0000876),
+    *(0.00002492, 0.000006997),
+)
 
 
 def gaussian_moments(bits: int, clip: float = 3.0) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lampq.errors import BudgetError, ConfigError, GraphError
 
 MIN_BITS = 1
-MAX_BITS = 8
+MAX_BITS = 10
 
 
 class LayerRole(StrEnum):

@@ -8,32 +8,34 @@ from hypothesis import strategies as st
 from lampq.artifact.pack import pack, packed_size, unpack
 from lampq.errors import FormatError
 
-widths = pytest.mark.parametrize("bits", range(1, 9))
+widths = pytest.mark.parametrize("bits", range(1, 11))
 
 
 @widths
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000])
 def test_codes_come_back_as_they_were(bits: int, count: int) -> None:
     generator = torch.Generator().manual_seed(count)
-    codes = torch.randint(2**bits, (count,), generator=generator, dtype=torch.uint8)
+    kind = torch.uint8 if bits <= 8 else torch.int16
+    codes = torch.randint(2**bits, (count,), generator=generator, dtype=kind)
     again = unpack(pack(codes, bits), bits, (count,))
-    assert again.dtype == torch.uint8
+    assert again.dtype == kind
     assert torch.equal(again, codes)
 
 
 @widths
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
 def test_the_smallest_and_the_largest_code_come_back(bits: int, dtype: torch.dtype) -> None:
     codes = torch.tensor([0, 2**bits - 1, 0, 2**bits - 1, 2**bits - 1], dtype=dtype)
     assert unpack(pack(codes, bits), bits, (5,)).tolist() == codes.tolist()
 
 
-@given(bits=st.integers(1, 8), data=st.data())
+@given(bits=st.integers(1, 10), data=st.data())
 def test_a_matrix_of_any_codes_comes_back(bits: int, data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 13))
     values = st.lists(st.integers(0, 2**bits - 1), min_size=rows * columns, max_size=rows * columns)
-    codes = torch.tensor(data.draw(values), dtype=torch.uint8).view(rows, columns)
-    assert torch.equal(unpack(pack(codes, bits), bits, (rows, columns)), codes)
+    codes = torch.tensor(data.draw(values), dtype=torch.int16).view(rows, columns)
+    again = unpack(pack(codes, bits), bits, (rows, columns))
+    assert again.tolist() == codes.tolist()
 
 
 @widths
@@ -47,6 +49,11 @@ def test_packed_codes_take_no_more_bytes_than_their_bits_need(bits: int, count: 
 def test_the_order_of_bits_is_lowest_first() -> None:
     # 5 = 101, 3 = 011, 6 = 110: bytes 10_011_101 and 1 from the low end up
     assert pack(torch.tensor([5, 3, 6], dtype=torch.uint8), 3).tolist() == [0b10_011_101, 0b1]
+
+
+def test_codes_wider_than_a_byte_keep_that_order() -> None:
+    # 514 = 10_0000_0010 and 1: bytes 0000_0010, 00_0001_10 and 0 from the low end up
+    assert pack(torch.tensor([514, 1], dtype=torch.int16), 10).tolist() == [2, 0b110, 0]
 
 
 def test_codes_that_are_not_contiguous_keep_their_order() -> None:

@@ -104,7 +104,7 @@ def test_the_paper_ratios_are_the_printed_ones(bits: int) -> None:
     assert expected_ratio(bits, "paper") == PRINTED_RATIOS[bits]
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", range(2, 11))
 def test_optimal_ratios_are_those_of_the_best_uniform_grid(bits: int) -> None:
     recomputed = _best_error(bits - 1) / _best_error(bits)
     assert expected_ratio(bits, "optimal") == pytest.approx(recomputed, rel=1e-2)

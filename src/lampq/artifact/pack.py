@@ -1,4 +1,4 @@
-"""Codes of 1 to 8 bits to bytes and back."""
+"""Codes of 1 to 10 bits to bytes and back."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 2**bits:
         wrong = int(codes.min()) if int(codes.min()) < 0 else int(codes.max())
         raise FormatError(f"code {wrong} does not fit into {bits} bits")
-    values = codes.flatten().to(torch.uint8).cpu().numpy()
-    wide = np.unpackbits(values[:, None], axis=1, bitorder="little")[:, :bits]
+    values = codes.flatten().cpu().numpy().astype("u1" if bits <= 8 else "<u2")
+    octets = values.view(np.uint8).reshape(len(values), values.itemsize)
+    wide = np.unpackbits(octets, axis=1, bitorder="little")[:, :bits]
     return torch.from_numpy(np.packbits(wide.ravel(), bitorder="little"))
 
 
 def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
-    """The codes (uint8) that ``pack`` was given."""
+    """The codes that ``pack`` was given, in the smallest type that holds them."""
     count = int(np.prod(shape, dtype=np.int64))
     if packed.dtype != torch.uint8 or packed.numel() != packed_size(count, bits):
         raise FormatError(
@@ -33,5 +34,7 @@ def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
             f"found {packed.numel()} values of {packed.dtype}"
         )
     stream = np.unpackbits(packed.numpy(), bitorder="little", count=count * bits)
-    narrow = np.packbits(stream.reshape(count, bits), axis=1, bitorder="little")
-    return torch.from_numpy(narrow.reshape(shape))
+    octets = np.packbits(stream.reshape(count, bits), axis=1, bitorder="little")
+    if bits <= 8:
+        return torch.from_numpy(octets.reshape(shape))
+    return torch.from_numpy(octets.view("<u2").astype(np.int16).reshape(shape))

@@ -18,6 +18,7 @@ from lampq.methods.search import (
     progressive_search,
     spread,
 )
+from lampq.quant.base import compact
 from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import LayerFit
@@ -205,7 +206,8 @@ class LayerSearch:
 
     def _codes(self, bias: Tensor) -> tuple[Tensor, Tensor]:
         if self.method.compensation == "none":
-            return self.weight_quantizer.encode(self.weight).to(torch.uint8), bias
+            codes = self.weight_quantizer.encode(self.weight)
+            return compact(codes, self.bits.weight), bias
         return compensated_codes(
             self.weight, bias, self.inputs, self._quantized_inputs(), self.weight_quantizer
         )

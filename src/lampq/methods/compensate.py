@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lampq.quant.base import compact
 from lampq.quant.uniform import UniformQuantizer
 
 DAMPING = 0.01
@@ -69,4 +70,4 @@ def gptq_codes(weight: Tensor, gram: Tensor, grid: UniformQuantizer, *, act_orde
             W[:, j:stop] -= e[:, None] * U[j, j:stop]
             errors[:, j - start] = e
         W[:, stop:] -= errors @ U[start:stop, stop:]
-    return codes[:, order.argsort()].to(torch.uint8)
+    return compact(codes[:, order.argsort()], grid.bits)

@@ -24,6 +24,7 @@ from lampq.calibrate import LayerStats, MatmulStats
 from lampq.methods.base import LinearView
 from lampq.methods.compensate import ridge
 from lampq.methods.repq import QuantizedInput, RepQ, percentile_rows, repq_input
+from lampq.quant.base import compact
 from lampq.quant.log import ZeroCode
 from lampq.quant.modules import LayerFit, MatmulFit
 from lampq.quant.uniform import UniformQuantizer
@@ -146,4 +147,4 @@ def rounded_by_halves(
         damped.diagonal().add_(penalty)
         weight[:, later] -= ridge(damped, gram[later, now] @ error.T).T
         start = stop
-    return codes.to(torch.uint8), weight[:, -1]
+    return compact(codes, grid.bits), weight[:, -1]

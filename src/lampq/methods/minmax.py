@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from lampq.calibrate import LayerStats, MatmulStats
 from lampq.methods.base import LinearView
+from lampq.quant.base import compact
 from lampq.quant.modules import LayerFit, MatmulFit
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits, LayerRole, MatmulSpec
@@ -42,7 +42,7 @@ class MinMax:
         weight_quantizer = per_row(layer.weight, bits.weight)
         picture = layer.spec.role is LayerRole.PATCH_EMBED
         inputs = per_tensor(stats.inputs, PICTURE_BITS if picture else bits.activation)
-        codes = weight_quantizer.encode(layer.weight).to(torch.uint8)
+        codes = compact(weight_quantizer.encode(layer.weight), bits.weight)
         return LayerFit(layer.spec, bits, codes, layer.bias, weight_quantizer, inputs)
 
     def fit_matmul(

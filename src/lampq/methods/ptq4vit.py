@@ -27,7 +27,7 @@ from torch import Tensor
 from lampq.calibrate import LayerStats, MatmulStats
 from lampq.methods.base import LinearView
 from lampq.methods.search import spread
-from lampq.quant.base import Quantizer
+from lampq.quant.base import Quantizer, compact
 from lampq.quant.modules import LayerFit, MatmulFit
 from lampq.quant.twin import GELU_MINIMUM, TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
@@ -145,7 +145,7 @@ def fit_layer(
         if role is LayerRole.PATCH_EMBED:
             break
         quantizer = best_of(tried, partial(errors, grid(layer.weight)))
-    codes = grid.encode(layer.weight).to(torch.uint8)
+    codes = compact(grid.encode(layer.weight), bits.weight)
     return LayerFit(layer.spec, bits, codes, layer.bias, grid, quantizer)
 
 

@@ -16,7 +16,7 @@ from lampq.calibrate import LayerStats, MatmulStats
 from lampq.methods.base import LinearView
 from lampq.methods.minmax import PICTURE_BITS
 from lampq.methods.search import quantiles
-from lampq.quant.base import Quantizer
+from lampq.quant.base import Quantizer, compact
 from lampq.quant.fold import NormFold
 from lampq.quant.log import LogQuantizer, ZeroCode
 from lampq.quant.modules import LayerFit, MatmulFit
@@ -96,7 +96,7 @@ class RepQ:
         """The layer at that width; pictures keep eight bits."""
         given = self.input_of(layer, bits, stats)
         grid = percentile_rows(given.weight, bits.weight)
-        codes = grid.encode(given.weight).to(torch.uint8)
+        codes = compact(grid.encode(given.weight), bits.weight)
         return LayerFit(layer.spec, bits, codes, given.bias, grid, given.quantizer, given.fold)
 
     def input_of(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> QuantizedInput:

@@ -19,7 +19,15 @@ from lampq.data import Samples
 from lampq.evaluate import PrefixCache, Quality
 from lampq.metrics.base import Evidence, Sensitivity
 from lampq.quant.modules import LayerFit, QuantLayer, assemble
-from lampq.types import CostTable, LayerBits, LayerRole, LayerSpec, separate
+from lampq.types import (
+    MAX_BITS,
+    MIN_BITS,
+    CostTable,
+    LayerBits,
+    LayerRole,
+    LayerSpec,
+    separate,
+)
 
 Labels = Literal["model", "data"]
 Signal = Literal["accuracy", "loss", "kl"]
@@ -299,8 +307,9 @@ def _probe_bits(weight: int, choices: tuple[LayerBits, ...]) -> LayerBits:
     """Probe width with the activation difference that the choices have; equal if separate."""
     if separate(choices):
         return LayerBits(weight, weight)
-    difference = choices[-1].activation - choices[-1].weight
-    return LayerBits(weight, min(8, max(1, weight + difference)))
+    # where a width is cut off at the end of the range, the difference is smaller there
+    difference = max((bits.activation - bits.weight for bits in choices), key=abs)
+    return LayerBits(weight, min(MAX_BITS, max(MIN_BITS, weight + difference)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from lampq.errors import FormatError
@@ -51,6 +52,11 @@ class Quantizer(nn.Module, ABC):
 
     def _dtype(self) -> Any:
         return next(self.buffers()).dtype
+
+
+def compact(codes: Tensor, bits: int) -> Tensor:
+    """Codes in the smallest type that holds them: bytes up to eight bits, then 16-bit integers."""
+    return codes.to(torch.uint8 if bits <= 8 else torch.int16)
 
 
 KINDS: dict[str, type[Quantizer]] = {}

@@ -6,12 +6,11 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lampq.errors import GraphError
-from lampq.quant.base import Quantizer
+from lampq.quant.base import Quantizer, compact
 from lampq.quant.fold import NormFold
 from lampq.types import LayerBits, LayerSpec, MatmulSpec
 
@@ -56,7 +55,7 @@ class QuantLayer(nn.Module):
     def __init__(self, fit: LayerFit, weight_shape: tuple[int, ...]) -> None:
         super().__init__()
         self.spec, self.bits = fit.spec, fit.bits
-        self.register_buffer("codes", fit.codes.to(torch.uint8))
+        self.register_buffer("codes", compact(fit.codes, fit.bits.weight))
         self.register_buffer("bias", fit.bias)
         self.register_buffer("weight", fit.weight.reshape(weight_shape), persistent=False)
         self.weight_quantizer = fit.weight_quantizer

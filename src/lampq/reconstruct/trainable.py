@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lampq.quant.base import Quantizer
+from lampq.quant.base import Quantizer, compact
 from lampq.quant.fold import absorb_shift
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import (
@@ -161,7 +161,7 @@ class TrainableLayer(nn.Module):
         if self.latent is not None:
             assert isinstance(quantizer, UniformQuantizer), "only these codes are trained"
             position = self.latent if self.floor is None else self.floor + (self.up() >= 0.5)
-            codes = position.round().clamp(0, quantizer.n_codes - 1).to(torch.uint8)
+            codes = compact(position.round().clamp(0, quantizer.n_codes - 1), quantizer.bits)
             if self.log_scale is not None:
                 scale = self.log_scale.exp()
                 quantizer = UniformQuantizer(quantizer.bits, scale, quantizer.zero)
