@@ -20,7 +20,7 @@ from lampq.graph.attention import explicit
 from lampq.graph.discover import discover
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.quant.base import Quantizer, describe
-from lampq.quant.modules import LayerFit, MatmulFit
+from lampq.quant.modules import LayerFit, SiteFit
 from lampq.types import BitPlan, LayerBits, ModelGraph
 
 CLASSES = 10
@@ -59,13 +59,14 @@ def same_fit(one: LayerFit, other: LayerFit) -> bool:
         and torch.equal(one.bias, other.bias)
         and same_quantizer(one.weight_quantizer, other.weight_quantizer)
         and same_quantizer(one.input_quantizer, other.input_quantizer)
+        and same_quantizer(one.output_quantizer, other.output_quantizer)
         and len(folds) != 1
         and all(torch.equal(fold.ratio, folds[0].ratio) for fold in folds)
         and all(torch.equal(fold.shift, folds[0].shift) for fold in folds)
     )
 
 
-def fits_of(case: Case, method: str, bits: int) -> tuple[list[LayerFit], list[MatmulFit]]:
+def fits_of(case: Case, method: str, bits: int) -> tuple[list[LayerFit], list[SiteFit]]:
     """Fits of all sites of a tiny model at one width."""
     width = LayerBits(bits, bits)
     sites = SiteWidths(width, bits)
@@ -94,7 +95,7 @@ def _case(build: object, size: tuple[int, int, int]) -> Case:
     samples = Samples(images, labels)
     model = explicit(original)
     graph = discover(model)
-    stats = collect(model, graph, samples, gradients=True, block_images=2)
+    stats = collect(model, graph, samples, gradients=True, block_images=2, sums=graph.sums)
     return Case(original, model, graph, samples, stats)
 
 

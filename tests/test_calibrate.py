@@ -75,7 +75,8 @@ def test_the_left_operand_of_the_value_product_is_a_softmax(case: Case) -> None:
 
 
 def test_every_site_of_the_graph_has_statistics(case: Case) -> None:
-    names = [site.name for site in (*case.graph.layers, *case.graph.matmuls)]
+    sites = (*case.graph.layers, *case.graph.matmuls, *case.graph.sums)
+    names = [site.name for site in sites]
     assert list(case.stats) == names
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lampq.data import Samples
 from lampq.errors import GraphError
-from lampq.types import ModelGraph
+from lampq.types import ModelGraph, SumSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,11 @@ def tokens_of(module: nn.Module, inputs: Tensor) -> Tensor:
         patches = F.unfold(inputs, module.kernel_size, stride=module.stride)
         return patches.transpose(1, 2).flatten(0, 1)
     return inputs.flatten(0, -2)
+
+
+def sum_tokens(operands: tuple[Tensor, ...]) -> Tensor:
+    """The values of a residual sum, as (tokens, channels)."""
+    return (operands[0] + operands[1]).detach().flatten(0, -2)
 
 
 @contextmanager
@@ -265,6 +270,7 @@ def collect(
     tokens: TokenDraw = "uniform",
     gradients: bool = False,
     block_images: int = 0,
+    sums: tuple[SumSpec, ...] = (),
     max_tokens: int = 8192,
     max_maps: int = 32,
     batch: int = 16,
@@ -278,12 +284,14 @@ def collect(
     kept tokens and maps. Where tokens are drawn by weight it is divided by the root of the weight,
     so that sums of its squares stand for sums over all tokens.
     ``block_images`` is how many images the views of the blocks have; with 0 there are no views.
+    ``sums`` are the residual sums whose values are wanted too; their tokens are drawn evenly.
     """
     layers = {layer.name: model.get_submodule(layer.name) for layer in graph.layers}
     names = [*layers, *(site.name for site in graph.matmuls)]
     sloped = names if gradients else list(layers)
-    kept: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in names}
-    with recording(model, names) as seen, recording_gradients(model, sloped) as slopes:
+    added = [site.name for site in sums]
+    kept: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in (*names, *added)}
+    with recording(model, [*names, *added]) as seen, recording_gradients(model, sloped) as slopes:
         before = 0
         for number, (images, _) in enumerate(samples.batches(batch)):
             seen.clear()
@@ -311,6 +319,10 @@ def collect(
                 if gradients:
                     parts += (_output_gradients(module, parts, slope, weights),)
                 kept[name].append(tuple(part[index] for part in parts))
+            for name in added:
+                total = sum_tokens(seen[name])
+                index = _draw(len(total), quotas[0], generator)
+                kept[name].append((total[index],))
             # the last batch holds its whole graph
             seen.clear()
             slopes.clear()
@@ -320,7 +332,8 @@ def collect(
         views = block_views(model, graph, few, torch.Generator().manual_seed(seed))
     # popped, so that the pieces of a site do not outlive its whole
     joined = {
-        name: [torch.cat(column) for column in zip(*kept.pop(name), strict=True)] for name in names
+        name: [torch.cat(column) for column in zip(*kept.pop(name), strict=True)]
+        for name in (*names, *added)
     }
 
     def about(name: str, block: int) -> tuple[Tensor | None, BlockView | None]:
@@ -332,4 +345,6 @@ def collect(
     for site in graph.matmuls:
         left, right = joined[site.name][:2]
         stats[site.name] = MatmulStats(left, right, *about(site.name, site.block))
+    for name in added:
+        stats[name] = LayerStats(joined[name][0])
     return stats

@@ -54,12 +54,12 @@ def reconstructed(
         raise DataError("reconstruction needs at least two calibration images, got one")
     training, held = samples.split(min(HELD_OUT, len(samples) // 4 or 1), config.seed)
     training = training.subset(config.reconstruct_images, config.seed)
-    layers, matmuls = fits.of_plan(plan)
+    layers, sites = fits.of_plan(plan)
     job = Finish(
         fits.model,
         fits.graph,
         tuple(layers),
-        tuple(matmuls),
+        tuple(sites),
         training,
         config.seed,
         run.progress,

@@ -26,6 +26,7 @@ from lampq.graph.discover import discover, missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
 from lampq.graph.rotate import rotate_attention_
 from lampq.methods import METHODS, FitCache, Method, SiteWidths
+from lampq.methods.base import sums_of
 from lampq.methods.sequential import collect_in_order
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
@@ -318,6 +319,7 @@ def _statistics(
             tokens=config.fit_tokens,
             gradients=getattr(job.method, "wants_gradients", False),
             block_images=getattr(job.method, "block_images", 0),
+            sums=sums_of(graph, job.method),
             seed=config.seed,
         )
     plan = BitPlan.uniform(graph.allocatable, config.target)

@@ -52,15 +52,29 @@ class MatmulSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SumSpec:
+    """One residual sum: what the layer of that role gives, added to what its branch started from.
+
+    Only methods that say so quantize sums.
+    """
+
+    name: str
+    role: LayerRole
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelGraph:
     """The quantizable sites of one model, in execution order."""
 
     layers: tuple[LayerSpec, ...]
     matmuls: tuple[MatmulSpec, ...]
     blocks: tuple[str, ...]
+    sums: tuple[SumSpec, ...] = ()
 
     def __post_init__(self) -> None:
         names = [layer.name for layer in self.layers] + [site.name for site in self.matmuls]
+        names += [site.name for site in self.sums]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise GraphError(f"the patterns match {sorted(twice)[0]!r} more than once")

@@ -56,7 +56,7 @@ def gap(job: Finish, model: nn.Module) -> float:
 def test_every_finisher_comes_closer_to_the_float_model(vit: Case, name: str) -> None:
     torch.manual_seed(0)
     job = job_of(vit)
-    before = assemble(job.model, job.layers, job.matmuls)
+    before = assemble(job.model, job.layers, job.sites)
     assert gap(job, FINISHERS[name](job)) < gap(job, before)
 
 
@@ -120,7 +120,7 @@ def test_the_float_model_and_the_random_state_are_left_alone(vit: Case) -> None:
 def test_the_feed_gives_what_each_block_gets(case: Case) -> None:
     torch.manual_seed(0)
     job = job_of(case)
-    model = trainable(job.model, job.layers, job.matmuls)
+    model = trainable(job.model, job.layers, job.sites)
     blocks = case.graph.blocks
     feed = Feed(job.model, model, blocks, job.samples)
     images = job.samples.inputs(slice(None))

@@ -19,6 +19,7 @@ from lampq.artifact.pack import pack, unpack
 from lampq.data import Preprocessing
 from lampq.errors import ConfigError, FormatError, LampqError
 from lampq.graph.attention import explicit
+from lampq.graph.blocks import Sum
 from lampq.models import ModelSource, load_state
 from lampq.quant.base import Quantizer, describe, rebuild
 from lampq.quant.modules import (
@@ -26,13 +27,16 @@ from lampq.quant.modules import (
     MatmulFit,
     QuantLayer,
     QuantMatMul,
+    QuantSum,
+    SumFit,
     quantized_layer,
     replace_module,
 )
-from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec
+from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec, SumSpec
 from lampq.version import __version__
 
-FORMAT_VERSION = 1
+# what this lampq reads; a file has the first version that suffices
+FORMAT_VERSION = 2
 KEY = "lampq"
 
 
@@ -85,6 +89,7 @@ def checkpoint_bytes(model: nn.Module, source: ModelSource, notes: Mapping[str, 
     tensors: dict[str, Tensor] = {}
     layers: dict[str, Any] = {}
     matmuls: dict[str, Any] = {}
+    sums: dict[str, Any] = {}
     state = model.state_dict()
     for name, module in model.named_modules():
         if isinstance(module, QuantLayer):
@@ -92,6 +97,7 @@ def checkpoint_bytes(model: nn.Module, source: ModelSource, notes: Mapping[str, 
             tensors[f"{name}.codes"] = pack(module.codes, module.bits.weight)
             tensors[f"{name}.bias"] = module.bias
             wq, iq = module.weight_quantizer, module.input_quantizer
+            output = {"output_quantizer": module.output_quantizer}
             tensors.update(_stored_quantizer(f"{name}.weight_quantizer", wq))
             if iq is not None:
                 tensors.update(_stored_quantizer(f"{name}.input_quantizer", iq))
@@ -103,23 +109,44 @@ def checkpoint_bytes(model: nn.Module, source: ModelSource, notes: Mapping[str, 
                 "shape": list(module.codes.shape),
                 "weight_quantizer": describe(wq),
                 "input_quantizer": None if iq is None else describe(iq),
+                **_described(name, output, tensors),
             }
         elif isinstance(module, QuantMatMul):
             _drop(state, name)
-            tensors.update(_stored_quantizer(f"{name}.left", module.left))
-            tensors.update(_stored_quantizer(f"{name}.right", module.right))
-            matmuls[name] = {"left": describe(module.left), "right": describe(module.right)}
+            parts = {"left": module.left, "right": module.right, "output": module.output}
+            matmuls[name] = _described(name, parts, tensors)
+        elif isinstance(module, QuantSum):
+            _drop(state, name)
+            sums[name] = _described(name, {"quantizer": module.quantizer}, tensors)
     tensors.update(state)
     header = {
-        "format_version": FORMAT_VERSION,
+        "format_version": _version(layers, matmuls, sums),
         "lampq_version": __version__,
         "source": source.to_json(),
         "layers": layers,
         "matmuls": matmuls,
+        **({"sums": sums} if sums else {}),
         **notes,
     }
     contiguous = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
     return to_bytes(contiguous, metadata={KEY: json.dumps(header, separators=(",", ":"))})
+
+
+def _described(
+    name: str, parts: Mapping[str, Quantizer | None], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Descriptions of the quantizers that are there; their tensors are added to the others."""
+    there = {key: quantizer for key, quantizer in parts.items() if quantizer is not None}
+    for key, quantizer in there.items():
+        tensors.update(_stored_quantizer(f"{name}.{key}", quantizer))
+    return {key: describe(quantizer) for key, quantizer in there.items()}
+
+
+def _version(layers: Mapping[str, Any], matmuls: Mapping[str, Any], sums: Mapping[str, Any]) -> int:
+    """The first format version that has all of this."""
+    wide = any(entry["bits"][0] > 8 or "output_quantizer" in entry for entry in layers.values())
+    unlike = any(set(entry) != {"left", "right"} for entry in matmuls.values())
+    return 2 if wide or unlike or sums else 1
 
 
 def _drop(state: dict[str, Any], name: str) -> None:
@@ -204,10 +231,15 @@ def load_checkpoint(path: Path, model: nn.Module | None = None) -> nn.Module:
             fit = _loaded_fit(spec, bits, entry, tensors)
             replace_module(float_model, spec.name, quantized_layer(fit, original))
         for name, entry in header.content["matmuls"].items():
-            left = _loaded_quantizer(f"{name}.left", entry["left"], tensors)
-            right = _loaded_quantizer(f"{name}.right", entry["right"], tensors)
             site = MatmulSpec(name, "av" if name.endswith("av") else "qk", -1)
-            replace_module(float_model, name, QuantMatMul(MatmulFit(site, left, right)))
+            parts = [_loaded_part(name, key, entry, tensors) for key in ("left", "right", "output")]
+            replace_module(float_model, name, QuantMatMul(MatmulFit(site, *parts)))
+        for name, entry in header.content.get("sums", {}).items():
+            original = float_model.get_submodule(name)
+            assert isinstance(original, Sum), "only sums are stored as sums"
+            quantizer = _loaded_quantizer(f"{name}.quantizer", entry["quantizer"], tensors)
+            total = SumFit(SumSpec(name, original.role, -1), quantizer)
+            replace_module(float_model, name, QuantSum(total))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise FormatError(
             f"{str(path)!r} does not fit the model {header.source.name!r}: {error}"
@@ -215,7 +247,7 @@ def load_checkpoint(path: Path, model: nn.Module | None = None) -> nn.Module:
     quantized = {
         key
         for name, module in float_model.named_modules()
-        if isinstance(module, QuantLayer | QuantMatMul)
+        if isinstance(module, QuantLayer | QuantMatMul | QuantSum)
         for key in (f"{name}.{inner}" for inner in module.state_dict())
     }
     state = {k: v for k, v in float_model.state_dict().items() if k in quantized}
@@ -232,7 +264,6 @@ def _loaded_fit(
     bias = tensors.pop(f"{spec.name}.bias")
     if bias.shape != (entry["shape"][0],):
         raise FormatError(f"the bias of {spec.name!r} has shape {tuple(bias.shape)}")
-    inputs = entry["input_quantizer"]
     return LayerFit(
         spec=spec,
         bits=bits,
@@ -241,7 +272,14 @@ def _loaded_fit(
         weight_quantizer=_loaded_quantizer(
             f"{spec.name}.weight_quantizer", entry["weight_quantizer"], tensors
         ),
-        input_quantizer=None
-        if inputs is None
-        else _loaded_quantizer(f"{spec.name}.input_quantizer", inputs, tensors),
+        input_quantizer=_loaded_part(spec.name, "input_quantizer", entry, tensors),
+        output_quantizer=_loaded_part(spec.name, "output_quantizer", entry, tensors),
     )
+
+
+def _loaded_part(
+    name: str, key: str, entry: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> Quantizer | None:
+    """A quantizer that an entry may have."""
+    found = entry.get(key)
+    return None if found is None else _loaded_quantizer(f"{name}.{key}", found, tensors)

@@ -31,10 +31,15 @@ class FitFolder:
         """Store a fit."""
         tensors: dict[str, Tensor] = {"codes": fit.codes.contiguous(), "bias": fit.bias}
         tensors.update(_stored_quantizer("weight_quantizer", fit.weight_quantizer))
-        about = {"weight_quantizer": describe(fit.weight_quantizer), "input_quantizer": None}
-        if fit.input_quantizer is not None:
-            tensors.update(_stored_quantizer("input_quantizer", fit.input_quantizer))
-            about["input_quantizer"] = describe(fit.input_quantizer)
+        about = {"weight_quantizer": describe(fit.weight_quantizer)}
+        optional = {
+            "input_quantizer": fit.input_quantizer,
+            "output_quantizer": fit.output_quantizer,
+        }
+        for name, quantizer in optional.items():
+            if quantizer is not None:
+                tensors.update(_stored_quantizer(name, quantizer))
+                about[name] = describe(quantizer)
         if fit.fold is not None:
             tensors["ratio"], tensors["shift"] = fit.fold.ratio, fit.fold.shift
         content = {key: value.contiguous().clone() for key, value in tensors.items()}
@@ -53,18 +58,15 @@ class FitFolder:
                 tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         except (SafetensorError, KeyError, ValueError, OSError):
             return None
-        inputs = about["input_quantizer"]
+        quantizers = {name: _loaded_quantizer(name, about[name], tensors) for name in about}
         fold = NormFold(tensors["ratio"], tensors["shift"]) if "ratio" in tensors else None
         return LayerFit(
             spec=spec,
             bits=bits,
             codes=tensors["codes"],
             bias=tensors["bias"],
-            weight_quantizer=_loaded_quantizer(
-                "weight_quantizer", about["weight_quantizer"], tensors
-            ),
-            input_quantizer=None
-            if inputs is None
-            else _loaded_quantizer("input_quantizer", inputs, tensors),
+            weight_quantizer=quantizers["weight_quantizer"],
+            input_quantizer=quantizers.get("input_quantizer"),
             fold=fold,
+            output_quantizer=quantizers.get("output_quantizer"),
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lampq.graph.blocks import known_blocks
 from lampq.quant.modules import replace_module
 
 
@@ -95,8 +96,8 @@ def _known_attentions() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
 
 
 def explicit(model: nn.Module) -> nn.Module:
-    """A frozen copy of the model, in evaluation mode, with every known attention made explicit."""
-    converters = _known_attentions()
+    """A frozen copy of the model for evaluation, with known attentions and sums made explicit."""
+    converters = {**known_blocks(), **_known_attentions()}
     opened = copy.deepcopy(model).eval()
     for name, module in list(opened.named_modules()):
         convert = converters.get(type(module))

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from lampq.errors import GraphError
 from lampq.graph.attention import MatMul
+from lampq.graph.blocks import Sum
 from lampq.graph.families import TIMM, RolePattern
 from lampq.quant.fold import NormFold
-from lampq.types import SEARCHED_ROLES, LayerRole, LayerSpec, MatmulSpec, ModelGraph
+from lampq.types import SEARCHED_ROLES, LayerRole, LayerSpec, MatmulSpec, ModelGraph, SumSpec
 
 
 def _contents(model: nn.Module) -> str:
@@ -39,13 +40,14 @@ def _is_patch_embedding(module: nn.Module) -> bool:
 
 
 def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> ModelGraph:
-    """The layers, norms and matmuls of a model in its explicit form.
+    """The layers, norms, matmuls and sums of a model in its explicit form.
 
     What matches inside another block (the small MLP of a position bias) is left in float.
     Raises GraphError, saying what the model has, if none of the searched roles is found.
     """
     layers: list[LayerSpec] = []
     matmuls: list[MatmulSpec] = []
+    sums: list[SumSpec] = []
     blocks: dict[str, int] = {}
     for name, module in model.named_modules():
         for pattern in patterns:
@@ -65,6 +67,9 @@ def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> Mode
                     norm=norm if norm is not None and _foldable(model, norm) else None,
                 )
             )
+        if isinstance(module, Sum):
+            block = next((b for b in reversed(blocks) if name.startswith(f"{b}.")), "")
+            sums.append(SumSpec(name, module.role, blocks.get(block, -1)))
         if isinstance(module, MatMul):
             block = next((b for b in reversed(blocks) if name.startswith(f"{b}.")), "")
             kind = "qk" if name.endswith("qk") else "av"
@@ -77,13 +82,14 @@ def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> Mode
         kept = [layer for layer in layers if layer.block not in inside]
         layers = [replace(layer, block=moved.get(layer.block, -1)) for layer in kept]
         matmuls = [replace(site, block=moved.get(site.block, -1)) for site in matmuls]
+        sums = [replace(site, block=moved.get(site.block, -1)) for site in sums]
         blocks = outer
     if not any(layer.role in SEARCHED_ROLES for layer in layers):
         wanted = ", ".join(p.pattern for p in patterns if p.role in SEARCHED_ROLES)
         raise GraphError(
             f"no layer matches the role patterns ({wanted}); the model is a {_contents(model)}"
         )
-    return ModelGraph(tuple(layers), tuple(matmuls), tuple(blocks))
+    return ModelGraph(tuple(layers), tuple(matmuls), tuple(blocks), tuple(sums))
 
 
 def missing_roles(graph: ModelGraph) -> tuple[LayerRole, ...]:

@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from lampq.calibrate import LayerStats, MatmulStats, Stats
 from lampq.progress import Progress
-from lampq.quant.modules import LayerFit, MatmulFit
-from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec, ModelGraph
+from lampq.quant.modules import LayerFit, MatmulFit, SiteFit, SumFit, applied
+from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec, ModelGraph, SumSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ class Method(Protocol):
 
     A fit depends on this layer, this width and these statistics only. Nothing is modified.
 
-    A method may have two more attributes. ``wants_gradients = True`` asks for the gradients in the
-    statistics, ``block_images = n`` for views of the blocks on n images.
+    A method may have more attributes. ``wants_gradients = True`` asks for the gradients in the
+    statistics, ``block_images = n`` for views of the blocks on n images. One that quantizes
+    residual sums too is a ``SumMethod``.
     """
 
     name: ClassVar[str]
@@ -56,6 +57,20 @@ class Method(Protocol):
     ) -> MatmulFit:
         """The operand quantizers of an attention matmul."""
         ...
+
+
+@runtime_checkable
+class SumMethod(Protocol):
+    """A method that quantizes residual sums."""
+
+    def fit_sum(self, site: SumSpec, bits: int, stats: LayerStats) -> SumFit:
+        """The quantizer of a sum, whose values are the inputs of the statistics."""
+        ...
+
+
+def sums_of(graph: ModelGraph, method: object) -> tuple[SumSpec, ...]:
+    """The sums that the method quantizes: all or none."""
+    return graph.sums if isinstance(method, SumMethod) else ()
 
 
 class FitStore(Protocol):
@@ -75,7 +90,8 @@ class SiteWidths:
     """The widths of all sites that the plan does not name.
 
     ``edge``: patch embedding, head and Swin's reduction. ``matmul``: both operands of the attention
-    products, or None to follow the plan (q, k, v as the block's qkv, softmax as its proj).
+    products, and residual sums; or None to follow the plan (q, k, v as the block's qkv, softmax as
+    its proj, a sum as the layer before it).
     """
 
     edge: LayerBits
@@ -91,6 +107,13 @@ class SiteWidths:
         inner = own.get("qkv", self.edge).activation
         outer = own.get("proj", self.edge).activation
         return (inner, inner) if site.kind == "qk" else (outer, inner)
+
+    def of_sum(self, site: SumSpec, plan: BitPlan) -> int:
+        """Width of a residual sum."""
+        if self.matmul is not None:
+            return self.matmul
+        before = (plan[x.name] for x in plan.layers if (x.block, x.role) == (site.block, site.role))
+        return next(before, self.edge).activation
 
 
 class FitCache:
@@ -116,6 +139,7 @@ class FitCache:
         self._progress = progress or Progress()
         self._fits: dict[tuple[str, LayerBits], LayerFit] = {}
         self._matmuls: dict[tuple[str, int, int], MatmulFit] = {}
+        self._sums: dict[tuple[str, int], SumFit] = {}
         self._errors: dict[tuple[str, LayerBits], float] = {}
 
     def at(self, sites: SiteWidths, progress: Progress) -> FitCache:
@@ -170,11 +194,12 @@ class FitCache:
                 fitted: Iterator[LayerFit | MatmulFit] = chain(
                     pool.map(self._fit, new_layers), pool.map(self._fit_matmul, new_matmuls)
                 )
+                products = iter(new_matmuls)
                 for fit in self._progress.track(fitted, f"fitting {total} sites", total):
                     if isinstance(fit, LayerFit):
                         self._fits[fit.spec.name, fit.bits] = fit
                     else:
-                        self._matmuls[fit.spec.name, fit.left.bits, fit.right.bits] = fit
+                        self._matmuls[next(products)] = fit
             finally:
                 pool.shutdown(cancel_futures=True)
                 torch.set_num_threads(threads)
@@ -190,12 +215,25 @@ class FitCache:
         self.prefetch(matmuls=[key])
         return self._matmuls[key]
 
-    def of_plan(self, plan: BitPlan) -> tuple[list[LayerFit], list[MatmulFit]]:
+    def _sum(self, site: SumSpec, bits: int) -> SumFit:
+        """The fit of one residual sum, for methods that have them."""
+        key = (site.name, bits)
+        if key not in self._sums:
+            stats, method = self._stats[site.name], self._method
+            assert isinstance(stats, LayerStats), "sums have layer statistics"
+            assert isinstance(method, SumMethod), "only asked of these"
+            self._sums[key] = method.fit_sum(site, bits, stats)
+        return self._sums[key]
+
+    def of_plan(self, plan: BitPlan) -> tuple[list[LayerFit], list[SiteFit]]:
         """Fits of every site of the model under a plan."""
         layers = [(spec.name, plan.get(spec.name, self.sites.edge)) for spec in self.graph.layers]
         matmuls = [(site.name, *self.sites.of_matmul(site, plan)) for site in self.graph.matmuls]
         self.prefetch(layers, matmuls)
-        return [self._fits[key] for key in layers], [self._matmuls[key] for key in matmuls]
+        sites: list[SiteFit] = [self._matmuls[key] for key in matmuls]
+        sums = sums_of(self.graph, self._method)
+        sites += [self._sum(site, self.sites.of_sum(site, plan)) for site in sums]
+        return [self._fits[key] for key in layers], sites
 
     def error(self, name: str, bits: LayerBits) -> float:
         """Relative squared error of the layer's output on its float inputs (bias apart)."""
@@ -211,5 +249,5 @@ class FitCache:
 def layer_output(fit: LayerFit, inputs: Tensor) -> Tensor:
     """Output of a fitted layer on inputs (tokens, channels) of the float model."""
     folded = inputs if fit.fold is None else fit.fold.of_inputs(inputs)
-    quantized = folded if fit.input_quantizer is None else fit.input_quantizer(folded)
-    return quantized @ fit.weight.T + fit.bias
+    output = applied(fit.input_quantizer, folded) @ fit.weight.T + fit.bias
+    return applied(fit.output_quantizer, output)

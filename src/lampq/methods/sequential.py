@@ -13,12 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lampq.calibrate import LayerStats, MatmulStats, Stats, arguments_of, tokens_of
+from lampq.calibrate import LayerStats, MatmulStats, Stats, arguments_of, sum_tokens, tokens_of
 from lampq.data import Samples
 from lampq.errors import GraphError
-from lampq.methods.base import LinearView, Method, SiteWidths
+from lampq.methods.base import LinearView, Method, SiteWidths, SumMethod, sums_of
 from lampq.progress import Progress
-from lampq.quant.modules import QuantMatMul, install_, replace_module
+from lampq.quant.modules import QuantMatMul, QuantSum, install_, replace_module
 from lampq.types import BitPlan, ModelGraph
 
 
@@ -59,11 +59,12 @@ def collect_in_order(
     """Inputs of every site when the sites before it are quantized by the method and the plan."""
     quantized = copy.deepcopy(model)
     layers = {layer.name: layer for layer in graph.layers}
+    sums = {site.name: site for site in sums_of(graph, method)}
     matmuls = {site.name: site for site in graph.matmuls}
     images = samples.inputs(slice(None))
     generator = torch.Generator().manual_seed(seed)
     stats: dict[str, Stats] = {}
-    order = execution_order(model, [*layers, *matmuls], images[:1])
+    order = execution_order(model, [*layers, *matmuls, *sums], images[:1])
     for name in (progress or Progress()).track(order, "statistics in order", len(order)):
         given, _ = arguments_of(quantized, name, images)
         if name in layers:
@@ -73,6 +74,15 @@ def collect_in_order(
             inputs = LayerStats(rows[kept])
             bits = plan.get(name, sites.edge)
             install_(quantized, method.fit(LinearView.of(model, spec), bits, inputs))
+            stats[name] = inputs
+        elif name in sums:
+            rows = sum_tokens(given)
+            kept = torch.randperm(len(rows), generator=generator)[:max_tokens].sort().values
+            inputs = LayerStats(rows[kept])
+            assert isinstance(method, SumMethod), "only these have sums"
+            added = sums[name]
+            total = method.fit_sum(added, sites.of_sum(added, plan), inputs)
+            replace_module(quantized, name, QuantSum(total))
             stats[name] = inputs
         else:
             kept = torch.randperm(len(given[0]), generator=generator)[:max_maps].sort().values

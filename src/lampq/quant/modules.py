@@ -1,4 +1,4 @@
-"""Quantized layers and matmuls, and the model assembled from them."""
+"""Quantized layers, matmuls and sums, and the model assembled from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch.nn import functional as F
 from lampq.errors import GraphError
 from lampq.quant.base import Quantizer, compact
 from lampq.quant.fold import NormFold
-from lampq.types import LayerBits, LayerSpec, MatmulSpec
+from lampq.types import LayerBits, LayerSpec, MatmulSpec, SumSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFit:
     """One layer quantized at one width: all that is needed to rebuild it.
 
-    ``codes`` has the shape (outputs, inputs), also for a convolution; ``bias`` is final.
+    ``codes`` has the shape (outputs, inputs), also for a convolution; ``bias`` is final. Few
+    methods quantize the output too.
     """
 
     spec: LayerSpec
@@ -29,6 +30,7 @@ class LayerFit:
     weight_quantizer: Quantizer
     input_quantizer: Quantizer | None
     fold: NormFold | None = None
+    output_quantizer: Quantizer | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -38,11 +40,31 @@ class LayerFit:
 
 @dataclass(frozen=True, slots=True)
 class MatmulFit:
-    """The two operand quantizers of one attention matmul."""
+    """The operand quantizers of one attention matmul; None where an operand stays in float.
+
+    Few methods quantize the product.
+    """
 
     spec: MatmulSpec
-    left: Quantizer
-    right: Quantizer
+    left: Quantizer | None
+    right: Quantizer | None
+    output: Quantizer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SumFit:
+    """The quantizer of one residual sum."""
+
+    spec: SumSpec
+    quantizer: Quantizer
+
+
+SiteFit = MatmulFit | SumFit
+
+
+def applied(quantizer: Quantizer | None, x: Tensor) -> Tensor:
+    """X as the quantizer gives it, or as it is if there is none."""
+    return x if quantizer is None else quantizer(x)
 
 
 class QuantLayer(nn.Module):
@@ -60,9 +82,10 @@ class QuantLayer(nn.Module):
         self.register_buffer("weight", fit.weight.reshape(weight_shape), persistent=False)
         self.weight_quantizer = fit.weight_quantizer
         self.input_quantizer = fit.input_quantizer
+        self.output_quantizer = fit.output_quantizer
 
     def _quantized_input(self, x: Tensor) -> Tensor:
-        return x if self.input_quantizer is None else self.input_quantizer(x)
+        return applied(self.input_quantizer, x)
 
     def extra_repr(self) -> str:
         """Widths, for printing the model."""
@@ -74,7 +97,8 @@ class QuantLinear(QuantLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Linear map of the quantized input."""
-        return F.linear(self._quantized_input(x), self.weight, self.bias)
+        output = F.linear(self._quantized_input(x), self.weight, self.bias)
+        return applied(self.output_quantizer, output)
 
 
 class QuantConv2d(QuantLayer):
@@ -89,7 +113,8 @@ class QuantConv2d(QuantLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Convolution of the quantized input."""
         inputs = self._quantized_input(x)
-        return F.conv2d(inputs, self.weight, self.bias, self.stride, self.padding, self.dilation)
+        output = F.conv2d(inputs, self.weight, self.bias, self.stride, self.padding, self.dilation)
+        return applied(self.output_quantizer, output)
 
 
 class QuantMatMul(nn.Module):
@@ -97,12 +122,29 @@ class QuantMatMul(nn.Module):
 
     def __init__(self, fit: MatmulFit) -> None:
         super().__init__()
-        self.left, self.right = fit.left, fit.right
+        self.left, self.right, self.output = fit.left, fit.right, fit.output
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """A @ b with both operands quantized."""
-        product: Tensor = self.left(a) @ self.right(b)
-        return product
+        """A @ b with operands and product quantized where there is a quantizer."""
+        return applied(self.output, applied(self.left, a) @ applied(self.right, b))
+
+
+class QuantSum(nn.Module):
+    """Sum of two operands, quantized."""
+
+    def __init__(self, fit: SumFit) -> None:
+        super().__init__()
+        self.quantizer = fit.quantizer
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """A + b, quantized."""
+        total: Tensor = self.quantizer(a + b)
+        return total
+
+
+def quantized_site(fit: SiteFit) -> QuantMatMul | QuantSum:
+    """The quantized form of a matmul or a sum."""
+    return QuantMatMul(fit) if isinstance(fit, MatmulFit) else QuantSum(fit)
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -121,14 +163,14 @@ def quantized_layer(fit: LayerFit, original: nn.Module) -> QuantLayer:
 
 
 def assemble(
-    model: nn.Module, layers: Iterable[LayerFit], matmuls: Iterable[MatmulFit] = ()
+    model: nn.Module, layers: Iterable[LayerFit], sites: Iterable[SiteFit] = ()
 ) -> nn.Module:
     """A copy of the model (in its explicit form) with the fitted sites quantized."""
     quantized = copy.deepcopy(model)
     for fit in layers:
         install_(quantized, fit)
-    for matmul in matmuls:
-        replace_module(quantized, matmul.spec.name, QuantMatMul(matmul))
+    for site in sites:
+        replace_module(quantized, site.spec.name, quantized_site(site))
     for parameter in quantized.parameters():
         parameter.requires_grad = False
     return quantized.eval()

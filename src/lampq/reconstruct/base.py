@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lampq.data import Samples
 from lampq.progress import Progress
-from lampq.quant.modules import LayerFit, MatmulFit
+from lampq.quant.modules import LayerFit, SiteFit
 from lampq.reconstruct.trainable import TrainableLayer, TrainableQuantizer, layers_of, quantizers
 from lampq.types import ModelGraph
 
@@ -48,7 +48,7 @@ class Finish:
     model: nn.Module
     graph: ModelGraph
     layers: tuple[LayerFit, ...]
-    matmuls: tuple[MatmulFit, ...]
+    sites: tuple[SiteFit, ...]
     samples: Samples
     seed: int = 0
     progress: Progress = field(default_factory=Progress)

@@ -56,7 +56,7 @@ class BlockRecipe:
 
     def __call__(self, job: Finish) -> nn.Module:
         """The model with every block reconstructed, in order."""
-        model = trainable(job.model, job.layers, job.matmuls, self.rounding)
+        model = trainable(job.model, job.layers, job.sites, self.rounding)
         return fitted(self.trained(job, model))
 
     def trained(self, job: Finish, model: nn.Module) -> nn.Module:

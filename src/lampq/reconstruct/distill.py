@@ -42,7 +42,7 @@ class Distill:
 
     def __call__(self, job: Finish) -> nn.Module:
         """The model after training."""
-        return fitted(self.trained(job, trainable(job.model, job.layers, job.matmuls)))
+        return fitted(self.trained(job, trainable(job.model, job.layers, job.sites)))
 
     def trained(self, job: Finish, model: nn.Module) -> nn.Module:
         """The trainable model after training."""

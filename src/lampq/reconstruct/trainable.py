@@ -21,9 +21,11 @@ from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import (
     LayerFit,
     MatmulFit,
-    QuantMatMul,
+    SiteFit,
+    SumFit,
     install_,
     quantized_layer,
+    quantized_site,
     replace_module,
 )
 from lampq.quant.uniform import UniformQuantizer
@@ -82,6 +84,18 @@ class TrainableQuantizer(nn.Module):
         )
 
 
+def _trainable(quantizer: Quantizer | None) -> TrainableQuantizer | None:
+    return None if quantizer is None else TrainableQuantizer(quantizer)
+
+
+def _fitted(quantizer: TrainableQuantizer | None) -> Quantizer | None:
+    return None if quantizer is None else quantizer.fitted()
+
+
+def _applied(quantizer: TrainableQuantizer | None, x: Tensor) -> Tensor:
+    return x if quantizer is None else quantizer(x)
+
+
 def _with_offset(quantizer: LogQuantizer, offset: Tensor) -> LogQuantizer:
     return LogQuantizer(
         quantizer.bits, quantizer.scale, quantizer.shift, offset, **quantizer.options()
@@ -107,7 +121,8 @@ class TrainableLayer(nn.Module):
             bias = absorb_shift(bias, fit.weight, inputs.offset - inputs.shift)
             inputs = _with_offset(inputs, inputs.shift)
         self.bias = nn.Parameter(bias.clone())
-        self.input_quantizer = None if inputs is None else TrainableQuantizer(inputs)
+        self.input_quantizer = _trainable(inputs)
+        self.output_quantizer = _trainable(fit.output_quantizer)
         self.latent: nn.Parameter | None = None
         self.log_scale: nn.Parameter | None = None
         self.register_buffer("floor", None)
@@ -147,12 +162,15 @@ class TrainableLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer on the quantized input."""
-        inputs = x if self.input_quantizer is None else self.input_quantizer(x)
+        inputs = _applied(self.input_quantizer, x)
         weight = self.weight().view(self.shape)
         (conv,) = self.like
         if isinstance(conv, nn.Conv2d):
-            return F.conv2d(inputs, weight, self.bias, conv.stride, conv.padding, conv.dilation)
-        return F.linear(inputs, weight, self.bias)
+            stride, padding, dilation = conv.stride, conv.padding, conv.dilation
+            output = F.conv2d(inputs, weight, self.bias, stride, padding, dilation)
+        else:
+            output = F.linear(inputs, weight, self.bias)
+        return _applied(self.output_quantizer, output)
 
     @torch.no_grad()
     def fitted(self) -> LayerFit:
@@ -166,12 +184,14 @@ class TrainableLayer(nn.Module):
                 scale = self.log_scale.exp()
                 quantizer = UniformQuantizer(quantizer.bits, scale, quantizer.zero)
         bias = self.bias.detach().clone()
-        inputs = None if self.input_quantizer is None else self.input_quantizer.fitted()
+        inputs, outputs = _fitted(self.input_quantizer), _fitted(self.output_quantizer)
         if self.absorbed:
             assert isinstance(inputs, LogQuantizer), "only its shift is absorbed"
             bias = absorb_shift(bias, quantizer.decode(codes), inputs.shift)
             inputs = _with_offset(inputs, torch.zeros_like(inputs.shift))
-        return LayerFit(fit.spec, fit.bits, codes, bias, quantizer, inputs)
+        return LayerFit(
+            fit.spec, fit.bits, codes, bias, quantizer, inputs, output_quantizer=outputs
+        )
 
 
 def _in_cell(position: Tensor, codes: Tensor, quantizer: UniformQuantizer) -> Tensor:
@@ -188,22 +208,40 @@ class TrainableMatMul(nn.Module):
     def __init__(self, fit: MatmulFit) -> None:
         super().__init__()
         self.spec = fit.spec
-        self.left, self.right = TrainableQuantizer(fit.left), TrainableQuantizer(fit.right)
+        self.left, self.right = _trainable(fit.left), _trainable(fit.right)
+        self.output = _trainable(fit.output)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """A @ b with both operands quantized."""
-        product: Tensor = self.left(a) @ self.right(b)
-        return product
+        """A @ b with operands and product quantized where there is a quantizer."""
+        return _applied(self.output, _applied(self.left, a) @ _applied(self.right, b))
 
     def fitted(self) -> MatmulFit:
         """The fit with the trained scales."""
-        return MatmulFit(self.spec, self.left.fitted(), self.right.fitted())
+        parts = (_fitted(part) for part in (self.left, self.right, self.output))
+        return MatmulFit(self.spec, *parts)
+
+
+class TrainableSum(nn.Module):
+    """A residual sum with a trained scale."""
+
+    def __init__(self, fit: SumFit) -> None:
+        super().__init__()
+        self.spec, self.quantizer = fit.spec, TrainableQuantizer(fit.quantizer)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """A + b, quantized."""
+        total: Tensor = self.quantizer(a + b)
+        return total
+
+    def fitted(self) -> SumFit:
+        """The fit with the trained scale."""
+        return SumFit(self.spec, self.quantizer.fitted())
 
 
 def trainable(
     model: nn.Module,
     layers: Iterable[LayerFit],
-    matmuls: Iterable[MatmulFit],
+    sites: Iterable[SiteFit],
     rounding: Rounding = "free",
 ) -> nn.Module:
     """A copy of the float model, in its explicit form, with trainable quantized sites."""
@@ -212,8 +250,9 @@ def trainable(
         original = opened.get_submodule(fit.spec.name)
         install_(opened, fit)  # folds the norm
         replace_module(opened, fit.spec.name, TrainableLayer(fit, original, rounding))
-    for matmul in matmuls:
-        replace_module(opened, matmul.spec.name, TrainableMatMul(matmul))
+    for site in sites:
+        kind = TrainableMatMul(site) if isinstance(site, MatmulFit) else TrainableSum(site)
+        replace_module(opened, site.spec.name, kind)
     return opened.eval()
 
 
@@ -223,8 +262,8 @@ def fitted(model: nn.Module) -> nn.Module:
     for name, module in list(frozen.named_modules()):
         if isinstance(module, TrainableLayer):
             replace_module(frozen, name, quantized_layer(module.fitted(), module.like[0]))
-        elif isinstance(module, TrainableMatMul):
-            replace_module(frozen, name, QuantMatMul(module.fitted()))
+        elif isinstance(module, TrainableMatMul | TrainableSum):
+            replace_module(frozen, name, quantized_site(module.fitted()))
     for parameter in frozen.parameters():
         parameter.requires_grad = False
     return frozen.eval()

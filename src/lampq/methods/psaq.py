@@ -1,0 +1,70 @@
+"""PSAQ-ViT (Li et al., ECCV 2022): the plain quantizers of its zero-shot setting.
+
+Weights are symmetric per output channel, from their largest magnitude. Activations have one grid
+per tensor between the extremes, at more sites than other methods quantize: the output of every
+linear layer but fc1, the attention scores before the softmax, and the residual sums. Queries, keys
+and values are those of the quantized qkv output, and the softmax stays in float.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from lampq.calibrate import LayerStats, MatmulStats
+from lampq.methods.base import LinearView
+from lampq.methods.minmax import PICTURE_BITS, per_tensor
+from lampq.quant.base import compact
+from lampq.quant.modules import LayerFit, MatmulFit, SumFit
+from lampq.quant.uniform import UniformQuantizer
+from lampq.types import LayerBits, LayerRole, MatmulSpec, SumSpec
+
+
+def symmetric_rows(weight: Tensor, bits: int) -> UniformQuantizer:
+    """One grid per output channel, whole steps on both sides of zero, one more below.
+
+    At one bit the levels are plus and minus the largest magnitude.
+    """
+    largest = weight.abs().amax(dim=1, keepdim=True)
+    grid = UniformQuantizer.between(bits, -largest, largest, whole=False)
+    middle = 2 ** (bits - 1) if bits > 1 else 0.5
+    return UniformQuantizer(bits, grid.scale, grid.zero.new_full(grid.zero.shape, middle))
+
+
+@dataclass(frozen=True, slots=True)
+class PSAQ:
+    """PSAQ-ViT's quantizers; a layer's output has the width of its input."""
+
+    name: ClassVar[str] = "psaq"
+
+    def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
+        """The layer at that width; pictures keep eight bits."""
+        picture = layer.spec.role is LayerRole.PATCH_EMBED
+        weight_quantizer = symmetric_rows(layer.weight, bits.weight)
+        output = None
+        if layer.spec.role is not LayerRole.FC1:
+            output = per_tensor(stats.inputs @ layer.weight.T + layer.bias, bits.activation)
+        return LayerFit(
+            layer.spec,
+            bits,
+            compact(weight_quantizer.encode(layer.weight), bits.weight),
+            layer.bias,
+            weight_quantizer,
+            per_tensor(stats.inputs, PICTURE_BITS if picture else bits.activation),
+            output_quantizer=output,
+        )
+
+    def fit_matmul(
+        self, site: MatmulSpec, left_bits: int, right_bits: int, stats: MatmulStats
+    ) -> MatmulFit:
+        """The scores of q @ k; the product with the values is quantized as the input of proj."""
+        if site.kind == "av":
+            return MatmulFit(site, None, None)
+        bits = max(left_bits, right_bits)
+        return MatmulFit(site, None, None, per_tensor(stats.left @ stats.right, bits))
+
+    def fit_sum(self, site: SumSpec, bits: int, stats: LayerStats) -> SumFit:
+        """One grid between the extremes of the sum."""
+        return SumFit(site, per_tensor(stats.inputs, bits))
