@@ -32,6 +32,7 @@ ORDER = (
     "refine",
     "models",
     "artifact",
+    "zero_shot",
     "config",
     "scoring",
     "finish",

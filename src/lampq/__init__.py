@@ -13,6 +13,7 @@ from lampq.graph.families import RolePattern
 from lampq.pipeline import Result, quantize
 from lampq.types import BitPlan, Budget, LayerBits, LayerRole
 from lampq.version import __version__
+from lampq.zero_shot import synthesize
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -40,4 +41,5 @@ __all__ = [
     "load",
     "make_config",
     "quantize",
+    "synthesize",
 ]

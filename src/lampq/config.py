@@ -46,6 +46,7 @@ class RunConfig:
     fold: Literal["full", "searched"] = "searched"
     error: Literal["plain", "relative"] = "relative"
     compensation: Literal["none", "gptq"] = "none"
+    sites: Literal["published", "inputs"] = "inputs"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
     # metric
@@ -196,6 +197,7 @@ PAPER: dict[str, Any] = {
     "fold": "full",
     "error": "plain",
     "onebit": "adalog",
+    "sites": "published",
     "edge_bits": "target",
     "metric": "fisher",
     "metric_images": 256,

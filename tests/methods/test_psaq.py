@@ -11,7 +11,7 @@ from lampq.calibrate import LayerStats, MatmulStats, recording
 from lampq.evaluate import divergence, predict
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.methods.base import LinearView
-from lampq.methods.psaq import PSAQ, symmetric_rows
+from lampq.methods.psaq import PSAQ, psaq, symmetric_rows
 from lampq.models import ModelSource
 from lampq.pipeline import quantize
 from lampq.quant.modules import MatmulFit, QuantSum, SumFit, assemble
@@ -97,6 +97,30 @@ def test_no_other_method_quantizes_outputs_or_sums(vit: Case, method: str) -> No
     layers, sites = fits_of(vit, method, 8)
     assert all(fit.output_quantizer is None for fit in layers)
     assert all(isinstance(site, MatmulFit) and site.output is None for site in sites)
+
+
+def test_without_outputs_and_sums_the_same_grids_are_at_the_inputs(vit: Case) -> None:
+    assert isinstance(psaq("published"), PSAQ)
+    fits = FitCache(vit.model, vit.graph, psaq("inputs"), vit.stats, SiteWidths(LayerBits(8, 8), 6))
+    plan = BitPlan.uniform(vit.graph.allocatable, LayerBits(4, 6))
+    layers, sites = fits.of_plan(plan)
+    published = FitCache(vit.model, vit.graph, PSAQ(), vit.stats, SiteWidths(LayerBits(8, 8), 6))
+    for fit, other in zip(layers, published.of_plan(plan)[0], strict=True):
+        assert fit.output_quantizer is None
+        assert torch.equal(fit.codes, other.codes)
+        assert same_quantizer(fit.input_quantizer, other.input_quantizer)
+    for site in sites:
+        assert isinstance(site, MatmulFit)
+        assert (site.left is None) == (site.spec.kind == "av")
+        assert site.right is not None
+        assert (site.right.bits, site.output) == (6, None)
+
+
+def test_the_preset_says_at_which_sites(vit: Case) -> None:
+    options = {"method": "psaq", "bits": 4, "choices": (4,), "metric": "recon", "exchanges": 0}
+    for preset, sums in (("paper", True), ("best", False)):
+        result = quantize(vit.original, vit.samples, preset=preset, **options)
+        assert any(isinstance(m, QuantSum) for m in result.model.modules()) is sums
 
 
 def test_more_activation_bits_come_closer_to_the_float_model(case: Case) -> None:

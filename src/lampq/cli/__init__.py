@@ -1,4 +1,4 @@
-"""lampq quantize | compare | eval | show: the application, and what its commands share."""
+"""lampq quantize, compare, synthesize, eval, show: the application, and what commands share."""
 
 from __future__ import annotations
 
@@ -51,13 +51,21 @@ def load_float(
     model: str, weights: Path | None, calib: Path | None, evaluation: Path | None
 ) -> LoadedModel:
     """The float model, once it is known that its pictures are there."""
-    for folder in (calib, evaluation):
+    loaded = load_alone(model, weights, calib, evaluation)
+    if loaded.source.kind != "bundled" and calib is None:
+        raise ConfigError(
+            f"model {model!r} needs calibration pictures: give --calib DIR, or quantize it with "
+            "--zero-shot"
+        )
+    return loaded
+
+
+def load_alone(model: str, weights: Path | None, *folders: Path | None) -> LoadedModel:
+    """The float model, once it is known that these folders hold pictures."""
+    for folder in folders:
         if folder is not None:
             list_folder(folder)
-    loaded = load_model(model, weights)
-    if loaded.source.kind != "bundled" and calib is None:
-        raise ConfigError(f"model {model!r} needs calibration pictures: give --calib DIR")
-    return loaded
+    return load_model(model, weights)
 
 
 def pictures(
@@ -93,7 +101,7 @@ def main() -> None:
 
 
 # the commands register themselves with the app above, in the order of its help
-from lampq.cli import quantize, compare, inspect  # noqa: E402, I001
+from lampq.cli import quantize, compare, synthesize, inspect  # noqa: E402, I001
 
 
 @app.command("version")
@@ -102,4 +110,4 @@ def version_command() -> None:
     print(__version__)
 
 
-__all__ = ["TerminalProgress", "app", "compare", "inspect", "main", "quantize"]
+__all__ = ["TerminalProgress", "app", "compare", "inspect", "main", "quantize", "synthesize"]

@@ -5,21 +5,30 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from lampq.cli import app, calibration_samples, evaluation_samples, guarded, load_float
+from lampq.cli import (
+    app,
+    calibration_samples,
+    evaluation_samples,
+    guarded,
+    load_alone,
+    load_float,
+)
+from lampq.cli.zero_shot import Run, calibration_source
 from lampq.config import RunConfig, make_config, read_toml
 from lampq.models import DEFAULT_MODEL
 from lampq.pipeline import prepare
 from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan, run_job
 from lampq.terminal import TerminalProgress, print_result
 from lampq.typed import OptionalName, numbers, preprocessing_with, size_in_bytes, width
+from lampq.zero_shot import DEFAULT_IMAGES, RECIPES
 
 METHOD, METRIC, EXCHANGES = "Base method", "Metric", "Allocation and exchanges"
-RECONSTRUCTION = "Reconstruction"
+RECONSTRUCTION, ZERO_SHOT = "Reconstruction", "Zero-shot"
 
 
 @app.command("quantize", cls=OptionalName)
@@ -52,7 +61,7 @@ def quantize_command(
     method: Annotated[
         str | None,
         typer.Option(
-            help="adalog, apq, erq, gptq, minmax, ptq4vit or repq", rich_help_panel=METHOD
+            help="adalog, apq, erq, gptq, minmax, psaq, ptq4vit or repq", rich_help_panel=METHOD
         ),
     ] = None,
     rotation: Annotated[
@@ -96,6 +105,12 @@ def quantize_command(
     ] = None,
     compensation: Annotated[
         str | None, typer.Option(help="of weight errors: none or gptq", rich_help_panel=METHOD)
+    ] = None,
+    sites: Annotated[
+        str | None,
+        typer.Option(
+            help="of psaq: inputs, or published (outputs and sums too)", rich_help_panel=METHOD
+        ),
     ] = None,
     edge_bits: Annotated[
         str | None,
@@ -220,6 +235,30 @@ def quantize_command(
     lr_affine: Annotated[
         float | None, typer.Option(help="of biases and norms", rich_help_panel=RECONSTRUCTION)
     ] = None,
+    zero_shot: Annotated[
+        bool,
+        typer.Option(
+            "--zero-shot",
+            help="calibrate on pictures made from the model alone",
+            rich_help_panel=ZERO_SHOT,
+        ),
+    ] = False,
+    synthetic: Annotated[
+        Path | None,
+        typer.Option(
+            help="pictures of lampq synthesize, instead of new ones", rich_help_panel=ZERO_SHOT
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(help=f"of new pictures: {' or '.join(RECIPES)}", rich_help_panel=ZERO_SHOT),
+    ] = None,
+    synthesis_steps: Annotated[
+        int | None, typer.Option(help="steps of a batch of pictures", rich_help_panel=ZERO_SHOT)
+    ] = None,
+    synthesis_batch: Annotated[
+        int | None, typer.Option(help="pictures made at a time [32]", rich_help_panel=ZERO_SHOT)
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue in --out")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
@@ -231,13 +270,19 @@ def quantize_command(
     given["act_choices"] = numbers(act_choices, "act-choices", int)
     given["target_size"] = size_in_bytes(target_size)
     given["edge_bits"], given["matmul_bits"] = width(edge_bits), width(matmul_bits)
-    from_file = {} if config is None else read_toml(config)
-    settings = make_config({**from_file, **{k: v for k, v in given.items() if v is not None}})
+    options = {} if config is None else read_toml(config)
+    options |= {key: value for key, value in given.items() if value is not None}
+    if zero_shot and synthetic is None:
+        options.setdefault("images", DEFAULT_IMAGES)
+    settings = make_config(options)
+    typed = {"recipe": recipe, "steps": synthesis_steps, "batch": synthesis_batch}
+    made = calibration_source(zero_shot, calib, synthetic, typed, settings)
     layer_plan = None if plan is None else read_plan(plan)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
-    loaded = load_float(model, weights, calib, evaluation)
+    load = load_float if made is None else load_alone
+    loaded = load(model, weights, calib, evaluation)
     prepare(loaded.model, settings, plan=layer_plan)
-    inputs = {
+    inputs: dict[str, Any] = {
         "model": model,
         "weights": str(weights),
         "calib": str(calib),
@@ -246,16 +291,23 @@ def quantize_command(
         "mean": mean,
         "std": std,
         "crop_pct": crop_pct,
+        **({} if made is None else {"zero_shot": made.to_json()}),
     }
-    work = open_work(out, fingerprint_of(settings, inputs), resume=resume)
     how = preprocessing_with(loaded.preprocessing, mean, std, crop_pct)
-    samples = calibration_samples(calib, how, settings.images, settings.seed, progress)
+    if made is not None:
+        made.check(loaded, how)
+    work = open_work(out, fingerprint_of(settings, inputs), resume=resume)
     scored = evaluation_samples(loaded, calib, evaluation, how, progress)
-    for some in (samples, scored):
-        if some is not None:
-            check_labels(some, loaded.model)
-    job = Job(loaded, samples, scored, settings, layer_plan, how, inputs)
+    if scored is not None:
+        check_labels(scored, loaded.model)
     try:
+        if made is None:
+            samples = calibration_samples(calib, how, settings.images, settings.seed, progress)
+        else:
+            run = Run(loaded, weights, how, settings, out, progress)
+            samples, inputs["synthesis"] = made.samples(run)
+        check_labels(samples, loaded.model)
+        job = Job(loaded, samples, scored, settings, layer_plan, how, inputs)
         report, result = run_job(job, out, work, progress)
     except KeyboardInterrupt:
         kept = " (the best plan so far is written)" if (out / "plan.json").exists() else ""

@@ -4,12 +4,15 @@ Weights are symmetric per output channel, from their largest magnitude. Activati
 per tensor between the extremes, at more sites than other methods quantize: the output of every
 linear layer but fc1, the attention scores before the softmax, and the residual sums. Queries, keys
 and values are those of the quantized qkv output, and the softmax stays in float.
+
+A few enormous channels in the residual stream, which some models have, leave nothing of the rest on
+such a grid. So the same quantizers are also there without outputs and sums.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -35,26 +38,17 @@ def symmetric_rows(weight: Tensor, bits: int) -> UniformQuantizer:
 
 @dataclass(frozen=True, slots=True)
 class PSAQ:
-    """PSAQ-ViT's quantizers; a layer's output has the width of its input."""
+    """PSAQ-ViT's quantizers at all of its sites; a layer's output has the width of its input."""
 
     name: ClassVar[str] = "psaq"
 
     def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
-        """The layer at that width; pictures keep eight bits."""
-        picture = layer.spec.role is LayerRole.PATCH_EMBED
-        weight_quantizer = symmetric_rows(layer.weight, bits.weight)
-        output = None
-        if layer.spec.role is not LayerRole.FC1:
-            output = per_tensor(stats.inputs @ layer.weight.T + layer.bias, bits.activation)
-        return LayerFit(
-            layer.spec,
-            bits,
-            compact(weight_quantizer.encode(layer.weight), bits.weight),
-            layer.bias,
-            weight_quantizer,
-            per_tensor(stats.inputs, PICTURE_BITS if picture else bits.activation),
-            output_quantizer=output,
-        )
+        """The layer at that width, with its output quantized; pictures keep eight bits."""
+        fit = PSAQInputs().fit(layer, bits, stats)
+        if layer.spec.role is LayerRole.FC1:
+            return fit
+        output = per_tensor(stats.inputs @ layer.weight.T + layer.bias, bits.activation)
+        return replace(fit, output_quantizer=output)
 
     def fit_matmul(
         self, site: MatmulSpec, left_bits: int, right_bits: int, stats: MatmulStats
@@ -68,3 +62,30 @@ class PSAQ:
     def fit_sum(self, site: SumSpec, bits: int, stats: LayerStats) -> SumFit:
         """One grid between the extremes of the sum."""
         return SumFit(site, per_tensor(stats.inputs, bits))
+
+
+@dataclass(frozen=True, slots=True)
+class PSAQInputs:
+    """The same quantizers at the sites of the other methods: layer inputs, q, k and v."""
+
+    name: ClassVar[str] = "psaq"
+
+    def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
+        """The layer at that width; pictures keep eight bits."""
+        picture = layer.spec.role is LayerRole.PATCH_EMBED
+        grid = symmetric_rows(layer.weight, bits.weight)
+        codes = compact(grid.encode(layer.weight), bits.weight)
+        inputs = per_tensor(stats.inputs, PICTURE_BITS if picture else bits.activation)
+        return LayerFit(layer.spec, bits, codes, layer.bias, grid, inputs)
+
+    def fit_matmul(
+        self, site: MatmulSpec, left_bits: int, right_bits: int, stats: MatmulStats
+    ) -> MatmulFit:
+        """One grid each for q, k and v; the softmax stays in float."""
+        left = None if site.kind == "av" else per_tensor(stats.left, left_bits)
+        return MatmulFit(site, left, per_tensor(stats.right, right_bits))
+
+
+def psaq(sites: Literal["published", "inputs"] = "published") -> PSAQ | PSAQInputs:
+    """PSAQ-ViT's quantizers at its own sites, or at those of the other methods."""
+    return PSAQ() if sites == "published" else PSAQInputs()

@@ -1,0 +1,162 @@
+"""synthesize(): pictures from the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from lampq.data import Preprocessing, Samples
+from lampq.graph.families import TIMM, RolePattern
+from lampq.models import preprocessing_of
+from lampq.progress import Progress
+from lampq.reconstruct import NoStore, StateStore
+from lampq.zero_shot.base import (
+    DEFAULT_IMAGES,
+    DEFAULT_RECIPE,
+    Answer,
+    Painting,
+    Recipe,
+    Subject,
+    Synthesis,
+)
+from lampq.zero_shot.canvas import Canvas
+from lampq.zero_shot.recipes import RECIPES
+from lampq.zero_shot.similarity import patch_entropy, watching
+
+
+def recipe_of(settings: Synthesis) -> Recipe:
+    """The recipe by its name, with the number of steps that is asked for."""
+    factory = RECIPES.get(settings.recipe)
+    return factory() if settings.steps is None else factory(steps=settings.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Finished pictures as bytes, their classes, and how probable the model finds these.
+
+    ``right``: whether the class is the model's answer. ``seconds`` is what the batch took.
+    """
+
+    images: Tensor
+    labels: Tensor
+    probabilities: Tensor
+    right: Tensor
+    seconds: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by name, for a store."""
+        return {name: getattr(self, name) for name in type(self).__slots__}
+
+
+def check_model(model: nn.Module, how: Preprocessing) -> None:
+    """Raise if no pictures can be made for the model."""
+    Subject.of(model, Canvas(how))
+
+
+def answer_of(subject: Subject, shown: Tensor) -> Answer:
+    """The model's answer to the pictures and the entropy of every attention."""
+    with watching(subject.model, subject.attentions) as seen:
+        logits = subject.model(shown)
+    entropies = [
+        patch_entropy(seen[name], len(shown), subject.prefix) for name in subject.attentions
+    ]
+    return Answer(logits, entropies)
+
+
+def paint(subject: Subject, recipe: Recipe, painting: Painting) -> Iterator[int]:
+    """Improve a batch step by step; gives the number of every finished step."""
+    optimizer = torch.optim.Adam(list(painting.parameters), lr=1.0, betas=recipe.betas)
+    for step in range(recipe.steps):
+        optimizer.param_groups[0]["lr"] = painting.rate(step)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            shown = painting.shown(step)
+            painting.loss(shown, answer_of(subject, shown)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        painting.settle()
+        yield step
+
+
+def _finished(
+    subject: Subject, canvas: Canvas, painting: Painting, labels: Tensor, seconds: float
+) -> Batch:
+    images = canvas.to_bytes(painting.finished())
+    stored = Samples(images, labels, canvas.how.mean, canvas.how.std)
+    with torch.no_grad():
+        logits = subject.model(stored.inputs(slice(None)))
+    probabilities = logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
+    right = logits.argmax(dim=1) == labels
+    return Batch(images, labels, probabilities, right, torch.tensor(seconds))
+
+
+def batches(
+    subject: Subject,
+    canvas: Canvas,
+    settings: Synthesis,
+    *,
+    progress: Progress | None = None,
+    store: StateStore | None = None,
+) -> list[Batch]:
+    """All batches: those that the store has, and the others made and stored one by one.
+
+    A batch depends on the settings and its own number only, so that it makes no difference where
+    an earlier run was interrupted.
+    """
+    recipe, store = recipe_of(settings), store or NoStore()
+    done: list[Batch] = []
+
+    def work() -> Iterator[int]:
+        for number, pictures in enumerate(settings.batches):
+            known = store.load(f"batch {number}")
+            if known is not None:
+                done.append(Batch(**known))
+                yield from range(recipe.steps)
+                continue
+            start = perf_counter()
+            labels = recipe.labels(pictures, subject.classes, settings.seed)
+            painting = recipe.begin(subject, canvas, labels, settings.generator(number))
+            yield from paint(subject, recipe, painting)
+            batch = _finished(subject, canvas, painting, labels, perf_counter() - start)
+            store.save(f"batch {number}", batch.tensors())
+            done.append(batch)
+
+    total = recipe.steps * len(settings.batches)
+    label = f"making {settings.images} pictures"
+    for _ in (progress or Progress()).track(work(), label, total):
+        pass
+    return done
+
+
+def joined(made: list[Batch], how: Preprocessing) -> Samples:
+    """The pictures of all batches with their classes."""
+    images = torch.cat([batch.images for batch in made])
+    labels = torch.cat([batch.labels for batch in made])
+    return Samples(images, labels, how.mean, how.std)
+
+
+def synthesize(
+    model: nn.Module,
+    images: int = DEFAULT_IMAGES,
+    *,
+    recipe: str = DEFAULT_RECIPE,
+    steps: int | None = None,
+    batch: int = 32,
+    seed: int = 0,
+    how: Preprocessing | None = None,
+    patterns: tuple[RolePattern, ...] = TIMM,
+    progress: Progress | None = None,
+    store: StateStore | None = None,
+) -> Samples:
+    """Pictures made from the float model alone, with the classes they were made for.
+
+    ``how``: channels, size, mean and deviation of the model's input; not set, those of timm's
+    configuration of the model. Memory grows with ``batch``, not with ``images``.
+    """
+    settings = Synthesis(images, recipe, steps, batch, seed)
+    canvas = Canvas(how or preprocessing_of(model))
+    subject = Subject.of(model, canvas, patterns)
+    return joined(batches(subject, canvas, settings, progress=progress, store=store), canvas.how)

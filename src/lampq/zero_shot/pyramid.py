@@ -1,0 +1,135 @@
+"""Our own recipe: from dead leaves to a class, at all resolutions at once.
+
+It starts from pictures that have the statistics of photographs already, and changes them as little
+as makes the model name their class. Beside PSAQ-ViT's entropies and cross entropy:
+
+- The change is a sum of layers of half, a quarter, ... of the resolution, each with the same rate.
+  Equal steps per octave keep the spectrum that photographs have; steps on pixels add fine noise.
+- Every picture is shown shifted, zoomed and mirrored in its own way.
+- A picture that its class has been given with a drawn probability is left as it is, so that answers
+  are as unequally sure as those to photographs.
+- The total variation of a picture is held to that of its start.
+- All classes are made equally often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lampq.zero_shot.base import Answer, Subject, seeded
+from lampq.zero_shot.canvas import Canvas, variation_per_image
+from lampq.zero_shot.leaves import dead_leaves
+from lampq.zero_shot.psaq import warm_cosine
+
+COARSEST = 7
+# pixels are kept this far from black and white, where a sigmoid is flat
+EDGE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class PyramidRecipe:
+    """Pictures from dead leaves.
+
+    ``sure``: the range from which the wanted probability of a picture's class is drawn.
+    ``shift`` and ``zoom`` are shares of the edge.
+    """
+
+    name: ClassVar[str] = "pyramid"
+    betas: ClassVar[tuple[float, float]] = (0.9, 0.99)
+    steps: int = 80
+    rate: float = 0.1
+    class_weight: float = 1.0
+    entropy_weight: float = 0.25
+    variation_weight: float = 1.0
+    sure: tuple[float, float] = (0.5, 0.99)
+    shift: float = 0.08
+    zoom: float = 0.1
+
+    def labels(self, numbers: range, classes: int, seed: int) -> Tensor:
+        """All classes in a random order, again and again."""
+        rounds = range(numbers.start // classes, (numbers.stop - 1) // classes + 1)
+        orders = [
+            torch.randperm(classes, generator=seeded(seed, "classes", number)) for number in rounds
+        ]
+        first = numbers.start - rounds.start * classes
+        return torch.cat(orders)[first : first + len(numbers)]
+
+    def begin(
+        self, subject: Subject, canvas: Canvas, labels: Tensor, generator: torch.Generator
+    ) -> PyramidPainting:
+        """Dead leaves, one picture for each class."""
+        del subject
+        return PyramidPainting(self, canvas, labels, generator)
+
+
+class PyramidPainting:
+    """A batch of pictures from dead leaves."""
+
+    def __init__(
+        self, recipe: PyramidRecipe, canvas: Canvas, labels: Tensor, generator: torch.Generator
+    ) -> None:
+        self.recipe, self.canvas, self.labels = recipe, canvas, labels
+        self._generator = generator
+        count, channels, size, _ = canvas.shape(len(labels))
+        leaves = [dead_leaves(channels, size, generator) for _ in range(count)]
+        self.start = torch.logit(torch.stack(leaves).clamp(EDGE, 1 - EDGE))
+        # the finest octave stays that of the leaves: there, steps would only add noise
+        sizes = [-(-size // 2)]
+        while sizes[-1] > COARSEST:
+            sizes.append(-(-sizes[-1] // 2))
+        self.parameters = [
+            torch.zeros(count, channels, edge, edge, requires_grad=True) for edge in sizes
+        ]
+        low, high = recipe.sure
+        wanted = low + (high - low) * torch.rand(count, generator=generator)
+        self.enough = -wanted.log()
+        with torch.no_grad():
+            self.roughness = variation_per_image(self._pictures()).clamp_min(1e-6)
+
+    def _pictures(self) -> Tensor:
+        size = (self.canvas.how.size, self.canvas.how.size)
+        total = self.start
+        for layer in self.parameters:
+            total = total + F.interpolate(layer, size=size, mode="bilinear", align_corners=False)
+        return self.canvas.inputs(total.sigmoid())
+
+    def rate(self, step: int) -> float:
+        """Warm-up and half a cosine."""
+        return self.recipe.rate * warm_cosine(step, self.recipe.steps)
+
+    def shown(self, step: int) -> Tensor:
+        """Every picture shifted, zoomed and mirrored in its own way."""
+        del step
+        pictures = self._pictures()
+        count = len(pictures)
+        draws = 2 * torch.rand(count, 4, generator=self._generator) - 1
+        zoom = 1 + self.recipe.zoom * draws[:, 0]
+        side = torch.where(draws[:, 1] > 0, 1.0, -1.0)
+        view = torch.zeros(count, 2, 3)
+        view[:, 0, 0], view[:, 1, 1] = zoom * side, zoom
+        view[:, :, 2] = 2 * self.recipe.shift * draws[:, 2:]
+        grid = F.affine_grid(view, list(pictures.shape), align_corners=False)
+        return F.grid_sample(pictures, grid, padding_mode="reflection", align_corners=False)
+
+    def loss(self, shown: Tensor, answer: Answer) -> Tensor:
+        """Missing certainty and change of variation, minus the mean of the entropies."""
+        missing = F.cross_entropy(answer.logits, self.labels, reduction="none") - self.enough
+        rough = variation_per_image(shown) / self.roughness
+        return (
+            self.recipe.class_weight * missing.relu().mean()
+            + self.recipe.variation_weight * (rough - 1).abs().mean()
+            - self.recipe.entropy_weight * torch.stack(list(answer.entropies)).sum()
+        )
+
+    def settle(self) -> None:
+        """A sigmoid keeps every pixel in range."""
+
+    def finished(self) -> Tensor:
+        """The pictures, unshifted."""
+        with torch.no_grad():
+            return self._pictures()

@@ -1,0 +1,111 @@
+"""Patch-similarity entropy (PSAQ-ViT, Li et al., ECCV 2022).
+
+On a real picture the patches of object and background answer differently to an attention, and the
+similarities of pairs of patches spread out. On noise they are all alike. The entropy of their
+distribution, estimated by a kernel density, tells the two apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BANDWIDTH = 0.01
+POINTS = 10
+# keeps the logarithm finite where there is no density
+FLOOR = 1e-4
+
+
+@contextmanager
+def watching(model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, Tensor]]:
+    """Outputs of the named modules in the last forward pass, with their gradients."""
+    seen: dict[str, Tensor] = {}
+
+    def attach(name: str) -> torch.utils.hooks.RemovableHandle:
+        def keep(_module: nn.Module, _arguments: Any, output: Tensor) -> None:
+            seen[name] = output
+
+        return model.get_submodule(name).register_forward_hook(keep)
+
+    handles = [attach(name) for name in names]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def pair_similarities(mixed: Tensor, images: int, prefix: int) -> tuple[Tensor, int]:
+    """Cosine similarity of every pair of patches, (images, pairs), and the patches of one image.
+
+    ``mixed`` is what an attention gives before its projection, (images * windows, heads, tokens,
+    channels). It is averaged over heads. The first ``prefix`` tokens are no patches. Pairs are
+    those within a window, each once; the windows of one image are joined.
+    """
+    patches = F.normalize(mixed.mean(dim=1)[:, prefix:], dim=-1, eps=1e-8)
+    count = patches.shape[1]
+    similar = patches @ patches.transpose(1, 2)
+    first, second = torch.triu_indices(count, count, 1, device=mixed.device)
+    pairs = similar.flatten(1).index_select(1, first * count + second)
+    return pairs.reshape(images, -1), len(mixed) // images * count
+
+
+class _Density(torch.autograd.Function):
+    """Gaussian kernel density; memory is that of the values, whatever the number of points."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, points: Tensor, bandwidth: float) -> Tensor:
+        ctx.save_for_backward(values, points)
+        ctx.bandwidth = bandwidth
+        columns = [_kernel(values, point, bandwidth).mean(dim=1) for point in points]
+        return torch.stack(columns, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        values, points = ctx.saved_tensors
+        total = torch.zeros_like(values)
+        for column, point in enumerate(points):
+            kernel = _kernel(values, point, ctx.bandwidth)
+            total += kernel.mul_(point - values).mul_(gradient[:, column : column + 1])
+        return total / (ctx.bandwidth**2 * values.shape[1]), None, None
+
+
+def _kernel(values: Tensor, point: Tensor, bandwidth: float) -> Tensor:
+    away = (values - point).div_(bandwidth).square_().mul_(-0.5).exp_()
+    return away.mul_(1 / (bandwidth * math.sqrt(2 * math.pi)))
+
+
+def density(values: Tensor, points: Tensor, bandwidth: float = BANDWIDTH) -> Tensor:
+    """Kernel density of each row (rows, values) at the points, (rows, points)."""
+    estimate: Tensor = _Density.apply(values, points, bandwidth)
+    return estimate
+
+
+def differential_entropy(estimate: Tensor, points: Tensor) -> Tensor:
+    """Minus the integral of p log p over the points by the trapezoidal rule, one per row."""
+    raised = estimate + FLOOR
+    return torch.trapezoid(-raised * raised.log(), points, dim=-1)
+
+
+def patch_entropy(mixed: Tensor, images: int, prefix: int) -> Tensor:
+    """Mean over images of the entropy of the similarities of all patches with all, one number.
+
+    As published, the density is taken at ten points between the least similarity of the batch and
+    one, which a patch has with itself; the gradient leaves these points where they are.
+    """
+    pairs, patches = pair_similarities(mixed, images, prefix)
+    if not pairs.shape[1]:
+        return mixed.new_zeros(())
+    low = min(float(pairs.detach().min()), 1.0)
+    points = torch.linspace(low, 1.0, POINTS, dtype=mixed.dtype, device=mixed.device)
+    # a pair counts twice, and every patch once with itself
+    whole = 2 * pairs.shape[1] + patches
+    own = _kernel(torch.ones_like(points), points, BANDWIDTH)
+    estimate = (density(pairs, points) * (2 * pairs.shape[1]) + own * patches) / whole
+    return differential_entropy(estimate, points).mean()
