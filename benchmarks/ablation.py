@@ -37,14 +37,12 @@ STEPS: dict[str, dict[str, Any]] = {
     "best with full folds": {"fold": "full"},
     "best with the plain error": {"error": "plain"},
     "best with 32 images": {"fit_images": 32},
-    "best with 512 images": {"fit_images": 512},
     "best with gptq": {"compensation": "gptq"},
-    "best with gptq, 512 images": {"compensation": "gptq", "fit_images": 512},
 }
 
 METRICS: dict[str, dict[str, Any]] = {
     "uniform": {"allocator": "uniform", "metric": "recon"},
-    **{name: {"metric": name} for name in ("output", "kl", "recon", "hawq", "fisher")},
+    **{name: {"metric": name} for name in ("output", "recon", "hawq", "fisher", "kl")},
 }
 
 
