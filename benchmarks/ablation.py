@@ -10,14 +10,13 @@ uniform models, the second of the plans of each metric with the fits of `best`.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import real
-from rows import Row, command_line, compute, read
+from rows import Row, command_line, compute, read, spread
 
 from lampq.artifact.fits import FitFolder
 from lampq.config import PRESETS, make_config
@@ -104,11 +103,7 @@ def _part(rows: list[Row], title: str, names: list[str]) -> str:
         for bits in (4, 3):
             keys = (_key(name, bits, seed) for seed in range(len(rows)))
             values = [found[key] for key in keys if key in found]
-            cells.append(
-                f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-                if values
-                else "-"
-            )
+            cells.append(spread(values, 2) if values else "-")
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
