@@ -37,6 +37,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "best with the plain error": {"error": "plain"},
     "best with 32 images": {"fit_images": 32},
     "best with gptq": {"compensation": "gptq"},
+    "best with gptq and the plain error": {"compensation": "gptq", "error": "plain"},
 }
 
 METRICS: dict[str, dict[str, Any]] = {
