@@ -10,19 +10,22 @@ from torch import Tensor
 
 from lampq.zero_shot.similarity import density, pair_similarities, patch_entropy
 
+HEADS = 3
+
 
 def _mixed(images: int, windows: int, tokens: int, seed: int = 0) -> Tensor:
-    """What an attention gives, (images * windows, heads, tokens, channels), in float64."""
+    """What an attention of three heads gives, (images * windows, tokens, channels), in float64."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (images * windows, 3, tokens, 4)
+    shape = (images * windows, tokens, HEADS * 4)
     # patches that share a direction, so that similarities are not all near zero
-    common = torch.randn(images * windows, 1, 1, 4, generator=generator, dtype=torch.float64)
-    return common + 0.7 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    common = torch.randn(images * windows, 1, 4, generator=generator, dtype=torch.float64)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return common.repeat(1, 1, HEADS) + 0.7 * noise
 
 
 def _similarities(mixed: Tensor, images: int, prefix: int) -> list[NDArray[np.float64]]:
     """All ordered pairs of patches of each image, by loops."""
-    heads = mixed.numpy().mean(axis=1)[:, prefix:]
+    heads = sum(mixed.numpy()[:, prefix:, 4 * h : 4 * h + 4] for h in range(HEADS)) / HEADS
     windows = len(heads) // images
     found = []
     for image in range(images):
@@ -56,12 +59,12 @@ def _entropy(mixed: Tensor, images: int, prefix: int) -> float:
 def test_the_entropy_is_that_of_its_definition(images: int, windows: int, prefix: int) -> None:
     mixed = _mixed(images, windows, 9)
     expected = _entropy(mixed, images, prefix)
-    assert float(patch_entropy(mixed, images, prefix)) == pytest.approx(expected, rel=1e-9)
+    assert float(patch_entropy(mixed, HEADS, images, prefix)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_pairs_stay_within_their_window_and_images_apart() -> None:
     mixed = _mixed(2, 3, 5)
-    pairs, patches = pair_similarities(mixed, 2, 1)
+    pairs, patches = pair_similarities(mixed, HEADS, 2, 1)
     assert (tuple(pairs.shape), patches) == ((2, 3 * 6), 12)
     for row, whole in zip(pairs, _similarities(mixed, 2, 1), strict=True):
         unequal = np.sort(whole[np.abs(whole - 1) > 1e-12])
@@ -73,7 +76,7 @@ def test_patches_of_all_directions_have_more_entropy_than_all_but_one_alike() ->
     alike = torch.zeros(40)
     alike[-1] = math.pi
     found = [
-        float(patch_entropy(torch.stack([angles.cos(), angles.sin()], dim=1)[None, None], 1, 0))
+        float(patch_entropy(torch.stack([angles.cos(), angles.sin()], dim=1)[None], 1, 1, 0))
         for angles in (spread, alike)
     ]
     assert found[0] > found[1]
@@ -81,8 +84,8 @@ def test_patches_of_all_directions_have_more_entropy_than_all_but_one_alike() ->
 
 @pytest.mark.parametrize("tokens", [1, 2, 6])
 def test_equal_patches_have_a_finite_entropy_and_gradient(tokens: int) -> None:
-    mixed = torch.ones(2, 3, tokens, 4, requires_grad=True)
-    entropy = patch_entropy(mixed, 2, 0)
+    mixed = torch.ones(2, tokens, 12, requires_grad=True)
+    entropy = patch_entropy(mixed, HEADS, 2, 0)
     assert math.isfinite(float(entropy.detach()))
     if entropy.requires_grad:
         entropy.backward()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lampq.calibrate import recording
 from lampq.errors import ConfigError, GraphError
-from lampq.graph.attention import ExplicitWindowAttention, explicit
 from lampq.graph.discover import discover
 from lampq.graph.families import TIMM, RolePattern
+from lampq.types import LayerRole
 from lampq.zero_shot.canvas import Canvas
 
 DEFAULT_RECIPE = "psaq"
@@ -28,14 +30,14 @@ def seeded(seed: int, *purpose: object) -> torch.Generator:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The model that pictures are made for, opened, and where its attentions are.
+    """A frozen copy of the model that pictures are made for, and where its attentions are.
 
-    ``prefix``: how many tokens before the patches are none. ``windows``: whether attention works
-    inside windows.
+    ``attentions``: the projection of each, by name, and its heads. ``prefix``: how many tokens
+    before the patches are none. ``windows``: whether attention works inside windows.
     """
 
     model: nn.Module
-    attentions: tuple[str, ...]
+    attentions: Mapping[str, int]
     prefix: int
     windows: bool
     classes: int
@@ -45,17 +47,19 @@ class Subject:
         cls, model: nn.Module, canvas: Canvas, patterns: tuple[RolePattern, ...] = TIMM
     ) -> Subject:
         """The subject of a float model, which stays as it is."""
-        opened = explicit(model)
-        graph = discover(opened, patterns)
-        attentions = tuple(site.name for site in graph.matmuls if site.kind == "av")
-        if not attentions:
+        frozen = copy.deepcopy(model).eval().requires_grad_(False)
+        graph = discover(frozen, patterns)
+        names = [layer.name for layer in graph.layers if layer.role is LayerRole.PROJ]
+        if not names:
             raise GraphError(
-                "the attention of this model is unknown to lampq, so that its patches cannot be "
-                "compared: pictures are made for timm's ViT, DeiT and Swin"
+                "no layer plays the role proj: pictures are made by what attentions give to their "
+                "projection"
             )
+        owners = {name: frozen.get_submodule(name.rpartition(".")[0]) for name in names}
+        attentions = {name: int(getattr(o, "num_heads", 1)) for name, o in owners.items()}
         try:
-            with torch.no_grad():
-                logits = opened(torch.zeros(canvas.shape(1)))
+            with torch.no_grad(), recording(frozen, names) as seen:
+                logits = frozen(torch.zeros(canvas.shape(1)))
         except (RuntimeError, AssertionError) as error:
             raise GraphError(
                 f"the model cannot take pictures of shape {canvas.shape(1)[1:]}: "
@@ -63,9 +67,9 @@ class Subject:
             ) from error
         if not isinstance(logits, Tensor) or logits.ndim != 2:
             raise GraphError("the model gives no logits (images, classes): it names no class")
-        windows = any(isinstance(m, ExplicitWindowAttention) for m in opened.modules())
+        windows = any(len(given[0]) > 1 for given in seen.values())
         prefix = int(getattr(model, "num_prefix_tokens", 0))
-        return cls(opened, attentions, prefix, windows, logits.shape[1])
+        return cls(frozen, attentions, prefix, windows, logits.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

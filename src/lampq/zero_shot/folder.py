@@ -41,7 +41,7 @@ def _stamp(
     return {
         "model": loaded.source.to_json(),
         "weights": str(weights),
-        "preprocessing": asdict(replace(how, crop_pct=1.0)),
+        "preprocessing": asdict(replace(how, crop_pct=1.0, recrop=False)),
         "settings": {**asdict(settings), "steps": recipe_of(settings).steps},
         "recipe": options_of(recipe_of(settings)),
         "lampq": __version__,
@@ -154,7 +154,7 @@ def read_made(
     """The pictures of a finished folder, as they are; they must have been made for this model."""
     check_synthetic(folder, loaded)
     # they have the size of the input: nothing is cropped
-    whole = replace(how, crop_pct=1.0)
+    whole = replace(how, crop_pct=1.0, recrop=False)
     return read_folder(folder, whole, limit=limit, seed=seed, progress=progress)
 
 

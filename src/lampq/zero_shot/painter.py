@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from lampq.calibrate import recording
 from lampq.data import Preprocessing, Samples
 from lampq.graph.families import TIMM, RolePattern
 from lampq.models import preprocessing_of
@@ -25,7 +26,7 @@ from lampq.zero_shot.base import (
 )
 from lampq.zero_shot.canvas import Canvas
 from lampq.zero_shot.recipes import RECIPES
-from lampq.zero_shot.similarity import patch_entropy, watching
+from lampq.zero_shot.similarity import patch_entropy
 
 
 def recipe_of(settings: Synthesis) -> Recipe:
@@ -59,10 +60,11 @@ def check_model(model: nn.Module, how: Preprocessing) -> None:
 
 def answer_of(subject: Subject, shown: Tensor) -> Answer:
     """The model's answer to the pictures and the entropy of every attention."""
-    with watching(subject.model, subject.attentions) as seen:
+    with recording(subject.model, list(subject.attentions)) as seen:
         logits = subject.model(shown)
     entropies = [
-        patch_entropy(seen[name], len(shown), subject.prefix) for name in subject.attentions
+        patch_entropy(seen[name][0], heads, len(shown), subject.prefix)
+        for name, heads in subject.attentions.items()
     ]
     return Answer(logits, entropies)
 

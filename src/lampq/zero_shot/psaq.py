@@ -77,11 +77,13 @@ class PSAQPainting:
         self.images = torch.randn(shape, generator=generator).requires_grad_()
         self.parameters = [self.images]
         low, high = TARGETS
-        self.target = low + (high - low) * float(torch.rand((), generator=generator))
-        # a norm over all pixels of a batch grows with the root of their number
-        ratio = BATCH * CHANNELS * SIZE**2 / math.prod(shape)
+        drawn = low + (high - low) * float(torch.rand((), generator=generator))
+        # a norm over all pixels of a batch grows with the root of their number: of a larger picture
+        # more is wanted, and batches are reduced to 32, which leaves the gradient of one picture
+        # in the same proportion to that of the cross entropy
+        self.target = drawn * math.sqrt(math.prod(shape[1:]) / (CHANNELS * SIZE**2))
         deviation = sum(canvas.how.std) / len(canvas.how.std)
-        self.factor = math.sqrt(ratio) * deviation / DEVIATION
+        self.factor = math.sqrt(BATCH / len(labels)) * deviation / DEVIATION
         self._ends = (canvas.low, canvas.high)
 
     def _phase(self, step: int) -> tuple[int, int, int]:

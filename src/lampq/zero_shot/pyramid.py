@@ -5,6 +5,7 @@ as makes the model name their class. Beside PSAQ-ViT's entropies and cross entro
 
 - The change is a sum of layers of half, a quarter, ... of the resolution, each with the same rate.
   Equal steps per octave keep the spectrum that photographs have; steps on pixels add fine noise.
+- Changes of colour are smaller than those of brightness, as in photographs.
 - Every picture is shown shifted, zoomed and mirrored in its own way.
 - A picture that its class has been given with a drawn probability is left as it is, so that answers
   are as unequally sure as those to photographs.
@@ -27,6 +28,12 @@ from lampq.zero_shot.leaves import dead_leaves
 from lampq.zero_shot.psaq import warm_cosine
 
 COARSEST = 7
+# brightness, red against blue, green against both; the columns have length one
+OPPONENTS = (
+    (3**-0.5, 2**-0.5, -(6**-0.5)),
+    (3**-0.5, 0.0, 2 * 6**-0.5),
+    (3**-0.5, -(2**-0.5), -(6**-0.5)),
+)
 # pixels are kept this far from black and white, where a sigmoid is flat
 EDGE = 0.02
 
@@ -36,13 +43,15 @@ class PyramidRecipe:
     """Pictures from dead leaves.
 
     ``sure``: the range from which the wanted probability of a picture's class is drawn.
-    ``shift`` and ``zoom`` are shares of the edge.
+    ``colour``: how large steps of colour are against those of brightness. ``shift`` and ``zoom``
+    are shares of the edge.
     """
 
     name: ClassVar[str] = "pyramid"
     betas: ClassVar[tuple[float, float]] = (0.9, 0.99)
-    steps: int = 80
-    rate: float = 0.1
+    steps: int = 40
+    rate: float = 0.15
+    colour: float = 0.3
     class_weight: float = 1.0
     entropy_weight: float = 0.25
     variation_weight: float = 1.0
@@ -85,6 +94,11 @@ class PyramidPainting:
         self.parameters = [
             torch.zeros(count, channels, edge, edge, requires_grad=True) for edge in sizes
         ]
+        self._mixing = torch.eye(channels)
+        if channels == 3:
+            self._mixing = torch.tensor(OPPONENTS) * torch.tensor(
+                [1.0, recipe.colour, recipe.colour]
+            )
         low, high = recipe.sure
         wanted = low + (high - low) * torch.rand(count, generator=generator)
         self.enough = -wanted.log()
@@ -93,10 +107,11 @@ class PyramidPainting:
 
     def _pictures(self) -> Tensor:
         size = (self.canvas.how.size, self.canvas.how.size)
-        total = self.start
+        change = torch.zeros(())
         for layer in self.parameters:
-            total = total + F.interpolate(layer, size=size, mode="bilinear", align_corners=False)
-        return self.canvas.inputs(total.sigmoid())
+            change = change + F.interpolate(layer, size=size, mode="bilinear", align_corners=False)
+        mixed = torch.einsum("rc,nchw->nrhw", self._mixing, change)
+        return self.canvas.inputs((self.start + mixed).sigmoid())
 
     def rate(self, step: int) -> float:
         """Warm-up and half a cosine."""

@@ -8,12 +8,10 @@ distribution, estimated by a kernel density, tells the two apart.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 BANDWIDTH = 0.01
@@ -22,34 +20,17 @@ POINTS = 10
 FLOOR = 1e-4
 
 
-@contextmanager
-def watching(model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, Tensor]]:
-    """Outputs of the named modules in the last forward pass, with their gradients."""
-    seen: dict[str, Tensor] = {}
-
-    def attach(name: str) -> torch.utils.hooks.RemovableHandle:
-        def keep(_module: nn.Module, _arguments: Any, output: Tensor) -> None:
-            seen[name] = output
-
-        return model.get_submodule(name).register_forward_hook(keep)
-
-    handles = [attach(name) for name in names]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def pair_similarities(mixed: Tensor, images: int, prefix: int) -> tuple[Tensor, int]:
+def pair_similarities(mixed: Tensor, heads: int, images: int, prefix: int) -> tuple[Tensor, int]:
     """Cosine similarity of every pair of patches, (images, pairs), and the patches of one image.
 
-    ``mixed`` is what an attention gives before its projection, (images * windows, heads, tokens,
-    channels). It is averaged over heads. The first ``prefix`` tokens are no patches. Pairs are
+    ``mixed`` is what an attention gives to its projection, (images * windows, tokens, channels),
+    head by head. It is averaged over heads. The first ``prefix`` tokens are no patches. Pairs are
     those within a window, each once; the windows of one image are joined.
     """
-    patches = F.normalize(mixed.mean(dim=1)[:, prefix:], dim=-1, eps=1e-8)
-    count = patches.shape[1]
+    kept = mixed[:, prefix:]
+    count = kept.shape[1]
+    patches = kept.reshape(len(kept), count, heads, -1).mean(dim=2)
+    patches = F.normalize(patches, dim=-1, eps=1e-8)
     similar = patches @ patches.transpose(1, 2)
     first, second = torch.triu_indices(count, count, 1, device=mixed.device)
     pairs = similar.flatten(1).index_select(1, first * count + second)
@@ -93,13 +74,13 @@ def differential_entropy(estimate: Tensor, points: Tensor) -> Tensor:
     return torch.trapezoid(-raised * raised.log(), points, dim=-1)
 
 
-def patch_entropy(mixed: Tensor, images: int, prefix: int) -> Tensor:
+def patch_entropy(mixed: Tensor, heads: int, images: int, prefix: int) -> Tensor:
     """Mean over images of the entropy of the similarities of all patches with all, one number.
 
     As published, the density is taken at ten points between the least similarity of the batch and
     one, which a patch has with itself; the gradient leaves these points where they are.
     """
-    pairs, patches = pair_similarities(mixed, images, prefix)
+    pairs, patches = pair_similarities(mixed, heads, images, prefix)
     if not pairs.shape[1]:
         return mixed.new_zeros(())
     low = min(float(pairs.detach().min()), 1.0)
