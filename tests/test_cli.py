@@ -546,7 +546,7 @@ QUANTIZE: dict[str, tuple[Bad, str]] = {
     "search": (lambda f: ["--search", "slow"], "search must be one of fast, exhaustive"),
     "edge-bits": (lambda f: ["--edge-bits", "wide"], "edge_bits must be one of target"),
     "choices": (lambda f: ["--choices", "2;3"], "choices must be numbers with commas between"),
-    "choices-range": (lambda f: ["--choices", "2,9"], "choices must be different widths"),
+    "choices-range": (lambda f: ["--choices", "2,11"], "choices must be different widths"),
     "target-size": (lambda f: ["--target-size", "3 apples"], "target-size must be like 3.5MB"),
     "target-size-huge": (lambda f: ["--target-size", "1e999"], "target-size|target_size"),
     "target-size-small": (lambda f: ["--target-size", "1kB"], "a file of 1000 bytes is too small"),

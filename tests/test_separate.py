@@ -536,7 +536,7 @@ def test_widths_of_a_configuration_are_all_pairs() -> None:
     assert make_config({"bits": 3, "act_bits": 5, "joint": False}).mean_activation_bits == 5.0
     assert make_config({"bits": 3, "act_bits": 5}).mean_activation_bits is None
     wide = make_config({"bits": 4, "act_bits": 8, "choices": [4], "joint": False})
-    assert [str(bits) for bits in wide.widths] == ["4/7", "4/8"]
+    assert [str(bits) for bits in wide.widths] == ["4/7", "4/8", "4/9"]
 
 
 def test_a_configuration_of_separate_widths_survives_json() -> None:
