@@ -1,4 +1,4 @@
-"""lampq quantize | compare | eval | show: the application, and what its commands share."""
+"""lampq quantize | compare | eval | show | report: the application, and what its commands share."""
 
 from __future__ import annotations
 
