@@ -12,7 +12,7 @@ import numpy as np
 from lampq.allocate import allocate_ilp, check_feasible
 from lampq.artifact.pack import packed_size
 from lampq.errors import BudgetError
-from lampq.types import Allocation, BitPlan, Budget, CostTable, LayerBits, LayerSpec
+from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, CostTable, LayerBits, LayerSpec
 
 BUDGETS = tuple(tenths / 10 for tenths in range(20, 81))
 # for all budgets together; what is not solved by then is left out
@@ -21,10 +21,15 @@ SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The plan of least cost for each budget; None where there is none or the time was up."""
+    """The plan of least cost for each budget; None where there is none or the time was up.
+
+    ``uniform`` are the plans of one choice for all layers: for each weight width the one with the
+    widest inputs within the budget of activation bits.
+    """
 
     budgets: tuple[float, ...]
     allocations: tuple[Allocation | None, ...]
+    uniform: tuple[BitPlan, ...]
 
 
 def cost_table(layers: Sequence[LayerSpec], sensitivity: Mapping[str, Any]) -> CostTable:
@@ -57,7 +62,15 @@ def frontier(
         if last is None or not last.proven_optimal or not budget.allows(last.plan):
             last = _optimum(costs, budget, end - monotonic())
         found[mean_bits] = last
-    return Frontier(budgets, tuple(found[mean_bits] for mean_bits in budgets))
+    allocations = tuple(found[mean_bits] for mean_bits in budgets)
+    return Frontier(budgets, allocations, _uniform(costs, mean_activation_bits))
+
+
+def _uniform(costs: CostTable, mean_activation_bits: float | None) -> tuple[BitPlan, ...]:
+    budget = Budget(MAX_BITS, mean_activation_bits)
+    plans = [BitPlan.uniform(costs.layers, bits) for bits in costs.choices]
+    widest = {plan.widths[0].weight: plan for plan in plans if budget.allows(plan)}
+    return tuple(widest.values())
 
 
 def _optimum(costs: CostTable, budget: Budget, seconds: float) -> Allocation | None:
@@ -92,10 +105,10 @@ def frontier_json(found: Frontier, costs: CostTable, other_bytes: int) -> dict[s
         "plans": entries,
         "uniform": [
             {
-                "bits": [bits.weight, bits.activation],
-                **plan_numbers(BitPlan.uniform(costs.layers, bits), costs, other_bytes),
+                "bits": [plan.widths[0].weight, plan.widths[0].activation],
+                **plan_numbers(plan, costs, other_bytes),
             }
-            for bits in costs.choices
+            for plan in found.uniform
         ],
     }
 

@@ -8,6 +8,8 @@ const ROLES = ["qkv", "proj", "fc1", "fc2"];
 const SHAPES = { qkv: "circle", proj: "triangle", fc1: "rect", fc2: "rectRot" };
 const DASHES = { qkv: [], proj: [6, 3], fc1: [2, 3], fc2: [9, 3, 2, 3] };
 
+const RAISED = Object.fromEntries([..."-0123456789"].map((sign, i) => [sign, "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"[i]]));
+
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -36,7 +38,8 @@ function short(value, digits = 3) {
   const size = Math.abs(value);
   if (size >= 1e5 || size < 1e-3) {
     const [lead, power] = value.toExponential(digits - 1).split("e");
-    return `${Number(lead)}e${Number(power)}`;
+    const raised = [...String(Number(power))].map((sign) => RAISED[sign]).join("");
+    return `${Number(lead) === 1 ? "" : `${Number(lead)}×`}10${raised}`;
   }
   return String(Number(value.toPrecision(digits)));
 }
@@ -67,7 +70,9 @@ function facts(list, entries) {
   list.replaceChildren(
     ...entries
       .filter(([, value]) => known(value))
-      .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))),
+      .map(([name, value, kind = ""]) =>
+        make("div", { class: kind }, make("dt", {}, name), make("dd", {}, value.replace(/: /g, ":\u00a0"))),
+      ),
   );
 }
 
@@ -102,6 +107,10 @@ function table(columns, rows) {
 
 const charts = new Map();
 
+function trueMinus(text) {
+  return text.replace(/-/g, "−");
+}
+
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
@@ -117,7 +126,14 @@ function axis(title, more = {}) {
     title: { display: true, text: title, color: colour("muted"), font: { size: 12 } },
     grid: { color: colour("grid") },
     border: { color: colour("line") },
-    ticks: { color: colour("muted"), maxRotation: 0, autoSkipPadding: 14, ...ticks },
+    ticks: {
+      color: colour("muted"),
+      maxRotation: 0,
+      autoSkipPadding: 14,
+      includeBounds: false,
+      callback: (value) => trueMinus(short(value, 4)),
+      ...ticks,
+    },
     ...rest,
   };
 }
@@ -138,8 +154,6 @@ function costAxis(title, values) {
     },
   });
 }
-
-const MINUS = (text) => text.replace(/-/g, "−");
 
 function options({ x, y, label, legend = true, onClick, legendFilter }) {
   return {
@@ -168,7 +182,7 @@ function options({ x, y, label, legend = true, onClick, legendFilter }) {
         titleColor: colour("card"),
         bodyColor: colour("card"),
         displayColors: false,
-        callbacks: { title: () => "", label: (item) => MINUS(label(item)) },
+        callbacks: { title: () => "", label: (item) => trueMinus(label(item)) },
       },
     },
   };

@@ -95,7 +95,7 @@ function buildMap() {
     ),
   );
   // on a wide screen a row stands upright: its width follows from how many there are
-  byId("map").style.setProperty("--columns", RUN.stages.flat().length + RUN.stages.length / 6);
+  byId("map").style.setProperty("--columns", RUN.stages.flat().filter((row) => row.block >= 0).length);
   byId("map").addEventListener("keydown", moveInMap);
 }
 
@@ -168,7 +168,10 @@ function showMap() {
 
 function buildSources() {
   const names = [["run", RUN.plans.initial ? "Plan of this run" : "Plan of this run (given)"]];
-  if (RUN.plans.initial) names.push(["initial", "Before the exchanges"]);
+  const same = (one, other) => one.every((bits, i) => widths(bits) === widths(other[i]));
+  if (RUN.plans.initial && !same(RUN.plans.initial.widths, RUN.plans.run.widths)) {
+    names.push(["initial", "Before the exchanges"]);
+  }
   if (RUN.frontier) names.push(["budget", "Best for a budget"]);
   for (const [value, name] of names) {
     const input = make("input", { type: "radio", name: "source", value });

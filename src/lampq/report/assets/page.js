@@ -156,7 +156,7 @@ function histogramOf(part) {
     },
     options: options({
       x: axis(unit === "step" ? `in steps of the grid of each ${part === "weight" ? "row" : "channel"}` : "value", { min: low, max: high, grid: { display: false } }),
-      y: axis("share [%]", { min: 0, max: 1.06 * top, ticks: { callback: (value) => short(value, 2) } }),
+      y: axis("share [%]", { min: 0, max: 1.06 * top }),
       label: ({ raw, dataset }) => (dataset.label === "levels" ? `level ${short(raw.x)}` : `${short(raw.x)}: ${short(raw.y)} %`),
     }),
   };
@@ -180,14 +180,14 @@ function chooseLayer(number) {
   const place = PLACE.get(layer.name);
   const entry = RUN.histograms && RUN.histograms.layers[layer.name];
   const costs = layer.searched && RUN.sensitivity
-    ? RUN.sensitivity.choices.map((bits, i) => `${widths(bits)}: ${short(RUN.sensitivity.cost[place][i], 2)}`).join(", ")
+    ? RUN.sensitivity.choices.map((bits, i) => `${widths(bits)}: ${short(RUN.sensitivity.cost[place][i], 2)}`).join(" · ")
     : null;
   facts(byId("layer-facts"), [
     ["Role", roleName(layer.role)],
     ["Weights", layer.params.toLocaleString("en")],
     ["Bits in this run", `${layer.bits[0]} weight, ${layer.bits[1]} input`],
     ["Relative output error", entry ? short(entry.error) : null],
-    ["Costs by bits", costs],
+    ["Cost at each width", costs, "wide"],
   ]);
   for (const [key, part] of [["weights", "weight"], ["inputs", "input"]]) {
     if (!charts.has(key)) continue;
@@ -210,7 +210,7 @@ function buildAbout() {
   facts(list, [
     ["Solver", `${solver.status}${solver.proven_optimal ? ", proved" : ""}`],
     ["Time", `${short(seconds.reduce((sum, [, value]) => sum + value, 0))} s`],
-    ["By stage", seconds.map(([name, value]) => `${name} ${short(value, 2)} s`).join(", ")],
+    ["By stage", seconds.map(([name, value]) => `${name} ${short(value, 2)} s`).join(" · "), "wide"],
     ["Calibration images", known(RUN.data.calibration_images) ? String(RUN.data.calibration_images) : null],
     ["Reconstruction", reconstruction ? `${reconstruction.name}, ${reconstruction.kept ? "kept" : "not kept"}` : null],
   ]);

@@ -4,7 +4,7 @@
 const MEASURES = {
   accuracy: { name: "accuracy [%]", sign: 1, better: "higher is better" },
   loss: { name: "cross entropy", sign: -1, better: "lower is better" },
-  kl: { name: "KL divergence from the float model", sign: -1, better: "lower is better" },
+  kl: { name: "KL divergence", sign: -1, better: "that from the float model, lower is better" },
 };
 
 function roleOf(number) {
@@ -120,7 +120,7 @@ function rankCorrelation(points) {
 
 function correlationText(points) {
   const found = rankCorrelation(points);
-  return known(found) ? ` Rank correlation ${MINUS(fixed(found, 2))}.` : "";
+  return known(found) ? ` Rank correlation ${trueMinus(fixed(found, 2))}.` : "";
 }
 
 function buildMeasured() {
@@ -133,8 +133,8 @@ function buildMeasured() {
         "probes",
         `Probes at ${plural(RUN.probes.bits, "bit")}`,
         `One layer quantized, all else in float: scaled trace against the measured harm (${RUN.probes.signal}). The role factors come from these probes.${correlationText(points)}`,
-        "predicted: scaled trace",
-        `measured: harm (${RUN.probes.signal})`,
+        "scaled trace",
+        `harm (${RUN.probes.signal})`,
         points,
       ),
     );
@@ -147,7 +147,7 @@ function buildMeasured() {
         "Cost and output error of each layer",
         `At the widths of the run. The error is that of the layer's output relative to the output, on calibration tokens. A layer above the others' trend is cheap for its error.${correlationText(errors)}`,
         "predicted cost",
-        "measured: relative output error",
+        "relative output error",
         errors,
       ),
     );
@@ -216,7 +216,7 @@ function buildExchanges() {
     if (known(best)) course.push({ x: i + 1, y: sign * best });
   });
   body.append(
-    paragraph(`${plural(steps.length, "exchange")} of bits between layers tried, ${accepted} accepted. Scores are on calibration images, ${better}.`),
+    paragraph(`${plural(steps.length, "exchange")} of bits between layers tried, ${accepted} accepted. Scores are on calibration images: ${better}.`),
     figure("course", `Score of every attempt: ${name}`, null, `${name} of ${plural(steps.length, "attempt")}, ${accepted} accepted; values in the table below`, () => ({
       data: {
         datasets: [
@@ -227,13 +227,13 @@ function buildExchanges() {
         ],
       },
       options: options({
-        x: axis("attempt", { min: 0, ticks: { precision: 0 } }),
+        x: axis("attempt", { min: 0, max: steps.length + 0.5, ticks: { precision: 0 } }),
         y: axis(name),
         label: ({ raw }) => `${raw.step ? changesText(raw.step) : ""} ${short(raw.y, 4)}`,
       }),
     })),
     valuesBehind("Exchanges as a table", ["attempt", "change", "score", "accepted", "mean weight bits"], () =>
-      steps.map((step, i) => [String(i + 1), changesText(step), MINUS(short(step.score, 5)), step.accepted ? "yes" : "no", step.mean_weight_bits]),
+      steps.map((step, i) => [String(i + 1), changesText(step), trueMinus(short(step.score, 5)), step.accepted ? "yes" : "no", step.mean_weight_bits]),
     ),
   );
 }

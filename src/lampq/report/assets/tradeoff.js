@@ -20,20 +20,12 @@ function sizeRange() {
   const sizes = [...plans, ...RUN.others].map((plan) => plan.bytes / 1e6);
   sizes.push(RUN.bytes.mixed / 1e6, RUN.bytes.uniform / 1e6);
   const [low, high] = [Math.min(...sizes), Math.max(...sizes)];
-  const margin = 0.05 * (high - low) || 0.1 * high;
+  const margin = Math.max(0.05 * (high - low), 0.04 * high);
   return { min: Math.max(0, low - margin), max: high + margin };
 }
 
 function sizeAxis() {
-  const { min, max } = sizeRange();
-  const digits = max < 1 ? 2 : max < 20 ? 1 : 0;
-  return axis("file [MB]", {
-    min,
-    max,
-    afterBuildTicks(scale) {
-      scale.ticks = scale.ticks.filter(({ value }) => value === Number(value.toFixed(digits)));
-    },
-  });
+  return axis("file [MB]", sizeRange());
 }
 
 function buildTradeoff() {
