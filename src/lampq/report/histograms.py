@@ -17,7 +17,7 @@ from lampq.types import BitPlan
 HISTOGRAMS_VERSION = 1
 BINS = 80
 # more of a layer than this is thinned out evenly
-MAX_TOKENS = 512
+MAX_TOKENS = 256
 MAX_WEIGHTS = 2**18
 # a tail outside both the levels and this share of the values is counted, not drawn
 TAIL = 0.001

@@ -138,19 +138,24 @@ function axis(title, more = {}) {
   };
 }
 
-/* A logarithmic axis if all values allow one; its labels are powers of ten and few others. */
+/* A logarithmic axis if all values allow one, with few and round numbers on it. */
 function costAxis(title, values) {
-  const positive = values.filter(known).every((value) => value > 0);
-  if (!positive) return axis(title);
-  const decades = Math.log10(Math.max(...values)) - Math.log10(Math.min(...values));
-  const shown = decades > 2.2 ? [1] : [1, 2, 5];
+  const shown = values.filter(known);
+  if (!shown.length || Math.min(...shown) <= 0) return axis(title);
+  const decades = Math.log10(Math.max(...shown) / Math.min(...shown));
+  const leads = decades > 2.2 ? [1] : decades > 0.7 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9];
+  const every = Math.ceil(decades / 7) || 1;
   return axis(title, {
     type: "logarithmic",
-    ticks: {
-      callback(value) {
-        const lead = value / 10 ** Math.floor(Math.log10(value) + 1e-9);
-        return shown.some((first) => Math.abs(lead - first) < 1e-6) ? short(value) : "";
-      },
+    afterBuildTicks(scale) {
+      const ticks = [];
+      for (let power = Math.floor(Math.log10(scale.min)); 10 ** power <= scale.max; power += 1) {
+        if (power % every) continue;
+        ticks.push(...leads.map((lead) => Number(`${lead}e${power}`)));
+      }
+      scale.ticks = ticks
+        .filter((value) => value >= scale.min && value <= scale.max)
+        .map((value) => ({ value }));
     },
   });
 }

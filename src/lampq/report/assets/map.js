@@ -65,7 +65,7 @@ function rowOf(row, stage, stages) {
   );
   const entries = Object.values(row.layers).flat();
   if (!inBlock && entries.every((number) => !RUN.layers[number].searched)) {
-    return make("div", { class: "row", role: "row" }, head, ...entries.map(cell));
+    return make("div", { class: "row single", role: "row" }, head, ...entries.map(cell));
   }
   const columns = ROLES.map((role) => {
     const numbers = row.layers[role] || [];
@@ -95,7 +95,11 @@ function buildMap() {
     ),
   );
   // on a wide screen a row stands upright: its width follows from how many there are
-  byId("map").style.setProperty("--columns", RUN.stages.flat().filter((row) => row.block >= 0).length);
+  const rows = RUN.stages.flat();
+  const blocks = [...byId("map").querySelectorAll(".row:not(.roles, .single)")].length;
+  const numbers = { blocks, singles: rows.length - blocks, gaps: RUN.stages.length };
+  for (const [name, value] of Object.entries(numbers)) byId("map").style.setProperty(`--${name}`, value);
+  byId("map").classList.toggle("dense", blocks > 16);
   byId("map").addEventListener("keydown", moveInMap);
 }
 

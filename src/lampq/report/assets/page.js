@@ -25,7 +25,7 @@ function accuracyCard() {
   const { scores, calibration } = RUN;
   if (!scores.mixed) {
     const own = calibration.mixed.accuracy;
-    return card("Accuracy on calibration images", `${fixed(own, 2)} %`, "no evaluation pictures were given", [
+    return card("Accuracy, calibration", `${fixed(own, 2)} %`, "no evaluation pictures were given", [
       ["uniform", fixed(calibration.uniform.accuracy, 2), difference(own - calibration.uniform.accuracy)],
       ["float32", fixed(calibration.fp32.accuracy, 2), difference(own - calibration.fp32.accuracy)],
     ]);

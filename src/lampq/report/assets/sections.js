@@ -2,9 +2,13 @@
 /* Sensitivity, predicted against measured, exchanges. */
 
 const MEASURES = {
-  accuracy: { name: "accuracy [%]", sign: 1, better: "higher is better" },
-  loss: { name: "cross entropy", sign: -1, better: "lower is better" },
-  kl: { name: "KL divergence", sign: -1, better: "that from the float model, lower is better" },
+  accuracy: { name: "accuracy [%]", sign: 1, meaning: "accuracies on calibration images; higher is better" },
+  loss: { name: "cross entropy", sign: -1, meaning: "cross entropies on calibration images; lower is better" },
+  kl: {
+    name: "KL divergence",
+    sign: -1,
+    meaning: "KL divergences from the float model on calibration images; lower is better",
+  },
 };
 
 function roleOf(number) {
@@ -206,7 +210,7 @@ function buildExchanges() {
     body.append(paragraph("No exchange was tried in this run."));
     return;
   }
-  const { name, sign, better } = MEASURES[measure];
+  const { name, sign, meaning } = MEASURES[measure];
   const accepted = steps.filter((step) => step.accepted).length;
   const tried = steps.map((step, i) => ({ x: i + 1, y: sign * step.score, step }));
   let best = start;
@@ -216,7 +220,7 @@ function buildExchanges() {
     if (known(best)) course.push({ x: i + 1, y: sign * best });
   });
   body.append(
-    paragraph(`${plural(steps.length, "exchange")} of bits between layers tried, ${accepted} accepted. Scores are on calibration images: ${better}.`),
+    paragraph(`${plural(steps.length, "exchange")} of bits between layers tried, ${accepted} accepted. Scores are ${meaning}.`),
     figure("course", `Score of every attempt: ${name}`, null, `${name} of ${plural(steps.length, "attempt")}, ${accepted} accepted; values in the table below`, () => ({
       data: {
         datasets: [

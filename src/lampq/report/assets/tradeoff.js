@@ -86,7 +86,7 @@ function predictedFigure() {
           }),
           dots("this run", own, colour("level"), { pointStyle: "rectRot", pointRadius: 8 }),
           dots("one width for all", alone, colour("other"), { pointStyle: "triangle", pointRadius: 6 }),
-          line("best for a budget", curve, colour("accent"), { pointHitRadius: 10, pointRadius: 2 }),
+          line("best for a budget", curve, colour("accent"), { pointHitRadius: 10 }),
         ],
       },
       options: options({
@@ -143,6 +143,11 @@ function measuredPoints() {
   };
 }
 
+function interval(label, points, color, more) {
+  const [low, high] = [points.map((e) => e.y - e.half), points.map((e) => e.y + e.half)];
+  return line(label, uprights(points.map((e) => e.x), low, high), color, more);
+}
+
 function measuredFigure() {
   const { found, float, where } = measuredPoints();
   const { min, max } = sizeRange();
@@ -164,18 +169,15 @@ function measuredFigure() {
           ...(float
             ? [line("float32", [{ x: min, y: float.top1 }, { x: max, y: float.top1 }], colour("text"), { borderDash: [5, 4], borderWidth: 1.5 })]
             : []),
-          line(
-            "95 % interval",
-            uprights(barred.map((e) => e.x), barred.map((e) => e.y - e.half), barred.map((e) => e.y + e.half)),
-            colour("muted"),
-            { borderWidth: 1.5 },
-          ),
+          // that of the run is thin, so that it is seen on that of the uniform model
+          interval("95 % interval", barred.filter((e) => e.name === "this run"), colour("level"), { borderWidth: 2 }),
+          interval("", barred.filter((e) => e.name !== "this run"), faded(colour("other"), 0.4), { borderWidth: 7 }),
         ],
       },
       options: options({
         x: sizeAxis(),
         y: axis("top-1 [%]", { grace: "12%" }),
-        legendFilter: (item) => item.text !== "95 % interval" || barred.length > 0,
+        legendFilter: (item) => item.text && (item.text !== "95 % interval" || barred.length > 0),
         label: ({ raw }) => `${raw.name}: ${fixed(raw.y, 2)} %${known(raw.half) ? ` ± ${fixed(raw.half, 2)}` : ""}, ${raw.x.toFixed(3)} MB`,
       }),
     }),
