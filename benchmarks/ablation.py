@@ -10,14 +10,13 @@ uniform models, the second of the plans of each metric with the fits of `best`.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import real
-from rows import Row, command_line, compute, read
+from rows import Row, command_line, compute, read, spread
 
 from lampq.artifact.fits import FitFolder
 from lampq.config import PRESETS, make_config
@@ -37,14 +36,13 @@ STEPS: dict[str, dict[str, Any]] = {
     "best with full folds": {"fold": "full"},
     "best with the plain error": {"error": "plain"},
     "best with 32 images": {"fit_images": 32},
-    "best with 512 images": {"fit_images": 512},
     "best with gptq": {"compensation": "gptq"},
-    "best with gptq, 512 images": {"compensation": "gptq", "fit_images": 512},
+    "best with gptq and the plain error": {"compensation": "gptq", "error": "plain"},
 }
 
 METRICS: dict[str, dict[str, Any]] = {
     "uniform": {"allocator": "uniform", "metric": "recon"},
-    **{name: {"metric": name} for name in ("output", "kl", "recon", "hawq", "fisher")},
+    **{name: {"metric": name} for name in ("output", "recon", "hawq", "fisher", "kl")},
 }
 
 
@@ -106,11 +104,7 @@ def _part(rows: list[Row], title: str, names: list[str]) -> str:
         for bits in (4, 3):
             keys = (_key(name, bits, seed) for seed in range(len(rows)))
             values = [found[key] for key in keys if key in found]
-            cells.append(
-                f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-                if values
-                else "-"
-            )
+            cells.append(spread(values, 2) if values else "-")
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 

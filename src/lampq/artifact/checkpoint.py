@@ -146,7 +146,11 @@ class Header:
         if fields is None:
             return None
         return Preprocessing(
-            tuple(fields["mean"]), tuple(fields["std"]), fields["crop_pct"], fields["size"]
+            tuple(fields["mean"]),
+            tuple(fields["std"]),
+            fields["crop_pct"],
+            fields["size"],
+            fields.get("recrop", True),  # files of before there was a choice
         )
 
     def layers(self) -> Iterable[tuple[LayerSpec, LayerBits]]:
