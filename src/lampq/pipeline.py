@@ -49,7 +49,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A quantized model, its plan, and how they came about."""
+    """A quantized model, its plan, and how they came about.
+
+    ``start`` is the plan that the exchanges started from; None where none was tried.
+    """
 
     model: nn.Module
     plan: BitPlan
@@ -65,6 +68,7 @@ class Result:
     calibration: Mapping[str, Quality]
     notices: tuple[str, ...]
     reconstruction: Reconstruction | None = None
+    start: BitPlan | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the packed checkpoint, atomically."""
@@ -225,6 +229,7 @@ def _quantize(
     sensitivity: Sensitivity | None = None
     allocation: Allocation | None = None
     steps: tuple[Step, ...] = ()
+    start: BitPlan | None = None
     if given is not None:
         plan = given_plan(graph, given)
         over = budget.excess(plan)
@@ -255,6 +260,8 @@ def _quantize(
             "uniform": scorer.quality(uniform),
             "mixed": scorer.quality(plan),
         }
+        if start is not None and steps:
+            calibration["start"] = scorer.quality(start)
     final = assemble(opened, *fits.of_plan(plan))
     run.on_plan(plan, final)
     reconstruction = None
@@ -281,6 +288,7 @@ def _quantize(
         calibration,
         (),
         reconstruction,
+        start if steps else None,
     )
 
 

@@ -124,7 +124,8 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
     console.print(plan_table(plan))
     # a path is one word, also where it is longer than the line
     for name, files in (
-        ("report", "report.md"),
+        ("report", "report.html"),
+        ("      ", "report.md"),
         ("      ", "report.json"),
         ("model ", "model.safetensors"),
     ):

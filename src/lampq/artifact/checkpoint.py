@@ -191,12 +191,21 @@ class Header:
 
 def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
     """Header and tensors of a checkpoint, with its version checked."""
+    header = read_header(path)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return header, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FormatError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
+
+
+def read_header(path: Path) -> Header:
+    """The header of a checkpoint, with its version checked; no tensor is read."""
     if not path.is_file():
         raise FormatError(f"no checkpoint {str(path)!r}")
     try:
         with safe_open(path, framework="pt") as opened:
             metadata = opened.metadata() or {}
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise FormatError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
     if KEY not in metadata:
@@ -221,7 +230,7 @@ def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
             raise FormatError(f"the header of {str(path)!r} names no model or no layers")
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise FormatError(f"the header of {str(path)!r} cannot be read: {error!r}") from error
-    return header, tensors
+    return header
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None) -> nn.Module:

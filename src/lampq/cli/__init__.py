@@ -1,4 +1,4 @@
-"""lampq quantize, compare, synthesize, eval, show: the application, and what commands share."""
+"""lampq quantize, compare, synthesize, eval, show, report: the app, and what commands share."""
 
 from __future__ import annotations
 
