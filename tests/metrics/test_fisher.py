@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from lampq.config import make_config
 from lampq.data import Samples
 from lampq.errors import DataError
 from lampq.evaluate import PrefixCache
@@ -18,6 +20,7 @@ from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.metrics.base import Evidence
 from lampq.metrics.fisher import (
     TypeAwareFisher,
+    _probe_bits,
     drawn_labels,
     fisher_traces,
     gradients,
@@ -352,3 +355,20 @@ def test_samples_without_labels_do_for_the_metric(vit: Case) -> None:
     samples = replace(vit.samples, labels=None)
     found = TypeAwareFisher()(evidence_of(vit, samples=samples), CHOICES)
     assert (found.table.cost > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"bits": 4}, "2/2"),
+        ({"bits": 4, "act_bits": 8}, "2/6"),
+        ({"bits": 4, "act_bits": 2}, "2/1"),
+        ({"bits": 4, "act_bits": 8, "preset": "paper"}, "2/6"),
+    ],
+    ids=str,
+)
+def test_probes_keep_the_distance_of_input_and_weight(
+    options: dict[str, Any], expected: str
+) -> None:
+    # the widest choice of the second case is 8/10: its distance is cut off
+    assert str(_probe_bits(2, make_config(options).widths)) == expected
