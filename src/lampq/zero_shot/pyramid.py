@@ -106,10 +106,10 @@ class PyramidPainting:
             self.roughness = variation_per_image(self._pictures()).clamp_min(1e-6)
 
     def _pictures(self) -> Tensor:
-        size = (self.canvas.how.size, self.canvas.how.size)
-        change = torch.zeros(())
-        for layer in self.parameters:
-            change = change + F.interpolate(layer, size=size, mode="bilinear", align_corners=False)
+        *finer, change = self.parameters
+        for layer in reversed(finer):
+            change = layer + _enlarged(change, layer.shape[-1])
+        change = _enlarged(change, self.canvas.how.size)
         mixed = torch.einsum("rc,nchw->nrhw", self._mixing, change)
         return self.canvas.inputs((self.start + mixed).sigmoid())
 
@@ -148,3 +148,7 @@ class PyramidPainting:
         """The pictures, unshifted."""
         with torch.no_grad():
             return self._pictures()
+
+
+def _enlarged(images: Tensor, size: int) -> Tensor:
+    return F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
