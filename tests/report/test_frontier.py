@@ -68,6 +68,12 @@ def test_the_budget_of_activation_bits_is_kept_too() -> None:
         assert allocation.objective == pytest.approx(cheapest(costs, budget))
 
 
+def test_choices_wider_than_eight_bits_have_their_budgets() -> None:
+    found = frontier(table((6, 8, 10)), None)
+    assert found.budgets == tuple(round(2 + 0.1 * i, 1) for i in range(81))
+    assert found.allocations[-1] is not None
+
+
 def test_there_is_no_plan_below_the_narrowest_choice() -> None:
     found = frontier(table((3, 4)), None)
     missing = [b for b, a in zip(found.budgets, found.allocations, strict=True) if a is None]

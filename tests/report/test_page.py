@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,8 @@ def test_the_page_is_made_again_from_the_files_of_its_folder(folder: Path, tmp_p
 @pytest.mark.parametrize("theme", [":root {", ':root[data-theme="dark"] {'], ids=["light", "dark"])
 def test_widths_differ_in_lightness_for_those_who_see_no_colours(theme: str) -> None:
     block = asset("page.css").split(theme)[1].split("}")[0]
-    colours = dict(re.findall(r"--w(\d): #(\w{6})", block))
-    light = [_luminance(colours[str(bits)]) for bits in range(1, 9)]
+    colours = dict(re.findall(r"--w(\d+): #(\w{6})", block))
+    light = [_luminance(colours[str(bits)]) for bits in range(1, 11)]
     falling = light[0] > light[-1]
     steps = [(a + 0.05) / (b + 0.05) for a, b in pairwise(light)]
     assert all((ratio if falling else 1 / ratio) > 1.15 for ratio in steps)
@@ -373,7 +374,7 @@ def test_texts_have_enough_contrast(browser: Any, folder: Path, dark: bool) -> N
     page = Page(browser, folder / "report.html", dark=dark)
     # every width once, whatever the plan is
     page.run(
-        "RUN.plans.run.widths.forEach((w, i) => { w[0] = w[1] = 1 + i % 8; }); changeTheme("
+        "RUN.plans.run.widths.forEach((w, i) => { w[0] = w[1] = 1 + i % 10; }); changeTheme("
         "document.documentElement.dataset.theme)"
     )
     pairs = page.run(
@@ -418,6 +419,15 @@ def test_controls_have_names_and_ids_are_unique(page: Page) -> None:
         "!(e.ariaLabel || e.textContent.trim() || (e.labels && e.labels.length))).length"
     )
     assert nameless == 0
+
+
+def test_made_pictures_are_called_made(browser: Any, run: RunFiles, tmp_path: Path) -> None:
+    data = {"calibration_images": 64, "synthesis": {"settings": {"recipe": "psaq"}}}
+    path = tmp_path / "made.html"
+    path.write_text(render(replace(run, report={**run.report, "data": data})), encoding="utf-8")
+    page = Page(browser, path)
+    assert "64, made from the model alone (psaq)" in page.text("#about-body")
+    assert page.run("return document.getElementById('budget').max") == "8"
 
 
 def test_hostile_names_are_shown_and_not_run(browser: Any, run: RunFiles, tmp_path: Path) -> None:

@@ -47,13 +47,15 @@ def frontier(
     costs: CostTable,
     mean_activation_bits: float | None,
     *,
-    budgets: tuple[float, ...] = BUDGETS,
+    budgets: tuple[float, ...] | None = None,
     seconds: float = SECONDS,
 ) -> Frontier:
     """The optimum for each budget of weight bits, under the run's own budget of activation bits.
 
     From wide to narrow: an optimum that is also within the next budget is its optimum too.
+    ``budgets``: not set, 2 to 8 bits, or to the widest choice if that is wider.
     """
+    budgets = budgets or _budgets(costs)
     end = process_time() + seconds
     found: dict[float, Allocation | None] = {}
     last: Allocation | None = None
@@ -64,6 +66,11 @@ def frontier(
         found[mean_bits] = last
     allocations = tuple(found[mean_bits] for mean_bits in budgets)
     return Frontier(budgets, allocations, _uniform(costs, mean_activation_bits))
+
+
+def _budgets(costs: CostTable) -> tuple[float, ...]:
+    widest = max(bits.weight for bits in costs.choices)
+    return BUDGETS + tuple(tenths / 10 for tenths in range(81, 10 * widest + 1))
 
 
 def _uniform(costs: CostTable, mean_activation_bits: float | None) -> tuple[BitPlan, ...]:

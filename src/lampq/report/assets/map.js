@@ -150,7 +150,7 @@ function showMap() {
     button.classList.toggle("unknown", !bits);
     button.style.background = bits ? `var(--w${bits[0]})` : "";
     const dark = document.documentElement.dataset.theme === "dark";
-    button.classList.toggle("ink", Boolean(bits) && (dark ? bits[0] <= 3 : bits[0] >= 6));
+    button.classList.toggle("ink", Boolean(bits) && (dark ? bits[0] <= 5 : bits[0] >= 6));
     let change = 0;
     if (bits && layer.searched && !noMark) {
       change = bits[0] - own[place][0] || bits[1] - own[place][1];
@@ -194,6 +194,7 @@ function buildSources() {
     return;
   }
   shown.budget = budgetNumber(RUN.bits.target);
+  slider.max = RUN.frontier.budgets.at(-1);
   slider.value = RUN.frontier.budgets[shown.budget];
   slider.addEventListener("input", () => chooseBudget(budgetNumber(Number(slider.value))));
 }

@@ -201,6 +201,10 @@ function chooseLayer(number) {
 
 /* ---- the run ---- */
 
+function madeBy(synthesis) {
+  return synthesis ? `, made from the model alone (${synthesis.settings.recipe})` : "";
+}
+
 function buildAbout() {
   const seconds = Object.entries(RUN.seconds).filter(([, value]) => value > 0);
   const pairs = (object) => Object.entries(object).map(([name, value]) => [name, text(value)]);
@@ -211,7 +215,7 @@ function buildAbout() {
     ["Solver", `${solver.status}${solver.proven_optimal ? ", proved" : ""}`],
     ["Time", `${short(seconds.reduce((sum, [, value]) => sum + value, 0))} s`],
     ["By stage", seconds.map(([name, value]) => `${name} ${short(value, 2)} s`).join(" · "), "wide"],
-    ["Calibration images", known(RUN.data.calibration_images) ? String(RUN.data.calibration_images) : null],
+    ["Calibration images", known(RUN.data.calibration_images) ? `${RUN.data.calibration_images}${madeBy(RUN.data.synthesis)}` : null],
     ["Reconstruction", reconstruction ? `${reconstruction.name}, ${reconstruction.kept ? "kept" : "not kept"}` : null],
   ]);
   byId("about-body").append(

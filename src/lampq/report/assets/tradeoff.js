@@ -37,7 +37,7 @@ function buildTradeoff() {
   if (RUN.frontier) {
     body.append(
       paragraph(
-        "Every budget from 2 to 8 bits has its exact optimum on the costs of this run. The slider above " +
+        `Every budget from 2 to ${RUN.frontier.budgets.at(-1)} bits has its exact optimum on the costs of this run. The slider above ` +
           "moves the ring; a click on the curve moves the slider. Costs are predictions: accuracy is " +
           "known only where it was measured.",
       ),
