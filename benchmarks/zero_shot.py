@@ -3,14 +3,15 @@
 python benchmarks/zero_shot.py --results runs/zero_shot.jsonl [--only "adalog 4/8"] [--threads 2]
 python benchmarks/zero_shot.py --results runs/zero_shot.jsonl --table
 
-Keys are `<images> <method> <weight>/<activation> <plan> seed <n>`, `statistics <images> seed <n>`
-and `time <recipe>`.
+Keys are `<images> <method> <weight>/<activation> <plan> seed <n>`, `ranking <images> seed <n>`,
+`statistics <images> seed <n>` and `time <recipe>`. Of an interrupted row, pictures, fits and
+measures are kept.
 
-Images: noise (normal), leaves (the start of pyramid, as it is), psaq and pyramid (the recipes, both
-with --steps, so that they take about the same time), psaq-published (32 pictures at the published
-number of steps), real (calibration pictures). Plans: uniform (the method as published), paper and
-best (LampQ by that preset; the row of best has its uniform plan too). Another number of images or
-steps needs another results file.
+Images: noise (normal), psaq and pyramid (the recipes, both with --steps, so that they take about
+the same time), real (all calibration pictures); at 4/8 also leaves (the start of pyramid, as it is)
+and psaq-published (32 pictures at the published number of steps). Plans: uniform (the method as
+published), paper and best (LampQ by that preset; the row of best has its uniform plan too). Another
+number of images or steps needs another results file.
 """
 
 from __future__ import annotations
@@ -19,33 +20,42 @@ import argparse
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from reproduce import Bench
 from rows import Row, command_line, compute, read, spread
+from scipy.stats import spearmanr
 
+from lampq.allocate import random_plan
 from lampq.artifact.fits import FitFolder
 from lampq.calibrate import LayerStats, collect
 from lampq.config import make_config
 from lampq.data import Samples
+from lampq.evaluate import Quality, predict
 from lampq.graph.discover import discover
 from lampq.pipeline import Result, quantize
 from lampq.progress import Journal, Progress
 from lampq.scoring import Run
+from lampq.types import Budget
 from lampq.zero_shot import RECIPES, Synthesis, make_folder, read_made
 from lampq.zero_shot.base import Subject
 from lampq.zero_shot.canvas import Canvas
 from lampq.zero_shot.leaves import dead_leaves
 from lampq.zero_shot.painter import paint
 
-SOURCES = ("pyramid", "psaq", "noise", "real", "leaves", "psaq-published")
+SOURCES = ("pyramid", "psaq", "noise", "real")
+MORE_SOURCES = ("leaves", "psaq-published")
 WIDTHS = ((4, 8), (8, 8), (4, 4))
 METHODS = ("adalog", "psaq")
-PLANS = ("uniform", "best", "paper")
 TIMED_STEPS = 4
+RANKED_PLANS, RANKED_IMAGES = 12, 1000
 
 
 class ZeroBench(Bench):
@@ -61,7 +71,7 @@ class ZeroBench(Bench):
         generator = torch.Generator().manual_seed(seed)
         how = self.loaded.preprocessing
         if source == "real":
-            return self.calibration.subset(self.images, seed)
+            return self.calibration
         if source == "noise":
             return Samples(torch.randn(self.canvas.shape(self.images), generator=generator))
         if source == "leaves":
@@ -122,6 +132,39 @@ def row(
         "accepted": sum(step.accepted for step in result.steps),
         "attempted": len(result.steps),
     }
+
+
+def ranking(bench: ZeroBench, source: str, seed: int) -> Row:
+    """Rank correlation of scores on the images with those on evaluation images, over random plans.
+
+    Which of the scores on calibration images should decide on exchanges and role factors.
+    """
+    options = {"bits": 4, "act_bits": 8, "seed": seed, "exchanges": 0}
+    result, _ = bench.run_on(source, choices=(4,), metric="recon", **options)
+    choices = make_config({"choices": (3, 4, 5), **options}).widths
+    exact = bench.evaluation.subset(RANKED_IMAGES, 0)
+    sets = [
+        (some, predict(bench.loaded.model, some)) for some in (bench.samples(source, seed), exact)
+    ]
+    found: list[list[float]] = []
+    for draw in range(RANKED_PLANS):
+        plan = random_plan(result.graph.allocatable, choices, Budget(4), draw)
+        model = result.of_plan(plan)
+        ways = [Quality.of(predict(model, some), ref, some.labels) for some, ref in sets]
+        found.append([value for way in ways for value in asdict(way).values()])
+    names = [field.name for field in fields(Quality)]
+    here, there = np.split(np.array(found), 2, axis=1)
+    return {
+        f"{name} for {wanted}": _rank_correlation(here[:, i], there[:, names.index(wanted)])
+        for wanted in ("accuracy", "agreement")
+        for i, name in enumerate(names)
+    }
+
+
+def _rank_correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Spearman's; a score that is the same for all plans tells nothing."""
+    varies = np.ptp(one) > 0 and np.ptp(other) > 0
+    return float(spearmanr(one, other).statistic) if varies else 0.0
 
 
 def statistics(bench: ZeroBench, source: str, seed: int) -> Row:
@@ -192,15 +235,27 @@ def jobs(bench: ZeroBench, seeds: range) -> Iterator[tuple[str, Callable[[], Row
     for name in RECIPES:
         yield f"time {name}", partial(timing, bench, name)
     for seed in seeds:
-        for widths in WIDTHS:
-            for method in METHODS:
-                for plan in PLANS:
-                    for source in SOURCES:
-                        key = f"{source} {method} {widths[0]}/{widths[1]} {plan} seed {seed}"
-                        yield key, partial(row, bench, source, method, widths, plan, seed)
+        for source in RECIPES:
+            yield f"ranking {source} seed {seed}", partial(ranking, bench, source, seed)
+        for widths, method, plan, source in product(WIDTHS, METHODS, ("uniform", "best"), SOURCES):
+            yield accuracy(bench, source, method, widths, plan, seed)
         for source in SOURCES:
             if source != "real":
                 yield f"statistics {source} seed {seed}", partial(statistics, bench, source, seed)
+    for seed, widths, method, source in product(seeds, WIDTHS, METHODS, SOURCES):
+        yield accuracy(bench, source, method, widths, "paper", seed)
+    for source in MORE_SOURCES:
+        for method, plan in product(METHODS, ("uniform", "best")):
+            yield accuracy(bench, source, method, (4, 8), plan, 0)
+        yield f"statistics {source} seed 0", partial(statistics, bench, source, 0)
+
+
+def accuracy(
+    bench: ZeroBench, source: str, method: str, widths: tuple[int, int], plan: str, seed: int
+) -> tuple[str, Callable[[], Row]]:
+    """A row of accuracies with its key."""
+    key = f"{source} {method} {widths[0]}/{widths[1]} {plan} seed {seed}"
+    return key, partial(row, bench, source, method, widths, plan, seed)
 
 
 def say(found: Row) -> str:
@@ -211,7 +266,7 @@ def say(found: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Mean and range over seeds as Markdown tables: accuracy, statistics, time."""
+    """Mean and range over seeds as Markdown tables: accuracy, ranking, statistics, time."""
     groups: dict[str, list[Row]] = {}
     for one in rows:
         groups.setdefault(re.sub(r" seed \d+", "", one["key"]), []).append(one)
@@ -226,6 +281,11 @@ def table(rows: list[Row]) -> str:
             spread([one["kl"] for one in members], 3),
         ]
         lines.append(f"| {name} | {len(members)} | {' | '.join(cells)} |")
+    lines += ["", "| | rank correlation |", "|---|---|"]
+    for name, members in groups.items():
+        for pair in (key for key in members[0] if " for " in key):
+            found = spread([one[pair] for one in members], 2)
+            lines.append(f"| {name.removeprefix('ranking ')}: {pair} | {found} |")
     lines += ["", "| | deviation, factors of two | largest, factors of two |", "|---|---|---|"]
     for name, members in groups.items():
         if "deviation_gap" in members[0]:
