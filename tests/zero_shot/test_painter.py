@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import lampq
 from lampq.data import Preprocessing
 from lampq.errors import ConfigError, GraphError
+from lampq.evaluate import divergence, predict
 from lampq.graph.families import RolePattern
 from lampq.models import load_model
 from lampq.progress import Progress
@@ -230,6 +231,15 @@ def test_an_attention_of_another_kind_will_do() -> None:
     model = timm.create_model("vit_relpos_small_patch16_224", **options)
     samples = lampq.synthesize(model, 2, steps=1, how=VIT)
     assert len(samples) == 2
+
+
+@pytest.mark.parametrize("method", ["adalog", "erq", "psaq", "repq"])
+def test_every_method_is_fitted_on_made_pictures(vit: Case, method: str) -> None:
+    samples = lampq.synthesize(vit.original, 4, steps=1, how=VIT)
+    options: dict[str, Any] = {"method": method, "bits": 8, "choices": (8,), "exchanges": 0}
+    result = lampq.quantize(vit.original, samples, metric="recon", **options)
+    exact = predict(vit.original, samples)
+    assert 0 < divergence(predict(result.model, samples), exact) < 0.01
 
 
 def test_a_model_without_projections_is_refused(vit: Case) -> None:

@@ -18,7 +18,7 @@ from lampq.graph.families import TIMM, RolePattern
 from lampq.types import LayerRole
 from lampq.zero_shot.canvas import Canvas
 
-DEFAULT_RECIPE = "psaq"
+DEFAULT_RECIPE = "pyramid"
 DEFAULT_IMAGES = 256
 
 
