@@ -98,6 +98,7 @@ def test_how_they_were_made_is_on_record(made: Path) -> None:
         "seed": 7,
     }
     assert about["recipe"]["steps"] == 2
+    assert about["preprocessing"] == {"mean": [0.286], "std": [0.353], "size": 28}
     assert 0 <= about["accuracy"] <= 100
     assert 0 < about["mean_probability"] < 1
     assert about["seconds"] > 0

@@ -41,7 +41,7 @@ def _stamp(
     return {
         "model": loaded.source.to_json(),
         "weights": str(weights),
-        "preprocessing": asdict(replace(how, crop_pct=1.0, recrop=False)),
+        "preprocessing": {"mean": how.mean, "std": how.std, "size": how.size},
         "settings": {**asdict(settings), "steps": recipe_of(settings).steps},
         "recipe": options_of(recipe_of(settings)),
         "lampq": __version__,
