@@ -45,7 +45,7 @@ class RunConfig:
     onebit: Literal["adalog", "affine"] = "affine"
     fold: Literal["full", "searched"] = "searched"
     error: Literal["plain", "relative"] = "relative"
-    compensation: Literal["none", "gptq"] = "none"
+    compensation: Literal["none", "gptq", "low"] = "low"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
     # metric
@@ -193,6 +193,7 @@ PAPER: dict[str, Any] = {
     "fit_tokens": "uniform",
     "fold": "full",
     "error": "plain",
+    "compensation": "none",
     "onebit": "adalog",
     "edge_bits": "target",
     "metric": "fisher",

@@ -204,8 +204,13 @@ class LayerSearch:
         return LayerFit(layer.spec, self.bits, codes, bias, self.weight_quantizer, quantizer, fold)
 
     def _codes(self, bias: Tensor) -> tuple[Tensor, Tensor]:
-        if self.method.compensation == "none":
+        if not self.method.compensates(self.bits.weight):
             return self.weight_quantizer.encode(self.weight).to(torch.uint8), bias
         return compensated_codes(
-            self.weight, bias, self.inputs, self._quantized_inputs(), self.weight_quantizer
+            self.weight,
+            bias,
+            self.inputs,
+            self._quantized_inputs(),
+            self.weight_quantizer,
+            self.shares,
         )
