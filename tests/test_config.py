@@ -55,7 +55,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "search": ({"search": "slow"}, "search must be one of fast, exhaustive, got 'slow'"),
     "zero-code": ({"zero_code": "no"}, "zero_code must be one of extra, reserved"),
     "onebit": ({"onebit": "no"}, "onebit must be one of adalog, affine"),
-    "compensation": ({"compensation": "erq"}, "compensation must be one of none, gptq, low"),
+    "compensation": ({"compensation": "erq"}, "compensation must be one of none, gptq"),
     "labels": ({"labels": "some"}, "labels must be one of model, data"),
     "alpha-signal": ({"alpha_signal": "ce"}, "alpha_signal must be one of accuracy, loss, kl"),
     "alpha-trace": ({"alpha_trace": "x"}, "alpha_trace must be one of quantized, fp"),

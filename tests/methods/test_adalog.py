@@ -238,16 +238,6 @@ def test_compensation_lowers_the_output_error(bits: int) -> None:
     assert errors[0] < errors[1]
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 6])
-def test_low_compensation_is_for_weights_of_three_bits_and_fewer(bits: int) -> None:
-    inputs = _normal(5, 400, 16) @ _normal(6, 16, 16)
-    view, stats = _view(PROJ), LayerStats(inputs)
-    width = LayerBits(bits, 4)
-    same = AdaLog(compensation="gptq" if bits <= 3 else "none").fit(view, width, stats)
-    fit = AdaLog(compensation="low").fit(view, width, stats)
-    assert torch.equal(fit.codes, same.codes)
-
-
 @pytest.mark.parametrize("spec", [FC2, PROJ], ids=["fc2", "proj"])
 def test_compensation_keeps_the_mean_output(spec: LayerSpec) -> None:
     inputs = F.gelu(_normal(5, 400, 16))

@@ -95,7 +95,7 @@ def quantize_command(
         typer.Option(help="that fits minimise: relative or plain", rich_help_panel=METHOD),
     ] = None,
     compensation: Annotated[
-        str | None, typer.Option(help="of weight errors: none, low or gptq", rich_help_panel=METHOD)
+        str | None, typer.Option(help="of weight errors: none or gptq", rich_help_panel=METHOD)
     ] = None,
     edge_bits: Annotated[
         str | None,

@@ -35,7 +35,6 @@ from lampq.quant.modules import LayerFit, MatmulFit
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits, LayerRole, MatmulSpec
 
-LOW_BITS = 3
 FOLD_POWERS = (1.0, 0.75, 0.5, 0.25)
 # enough to tell folds apart
 COARSE = SearchDepth(candidates=32, steps=1)
@@ -50,8 +49,7 @@ class AdaLog:
     ``tokens`` and ``maps`` bound the inputs and attention maps that score activation scales.
     ``onebit``: at one bit, levels {0, scale} ("adalog") or two free levels ("affine").
     ``compensation``: "none" rounds to nearest as published; "gptq" lets the weights that are not
-    yet rounded absorb the error of those that are, and of the input (GPTQ on the quantized input);
-    "low" does that for weights of LOW_BITS and fewer.
+    yet rounded absorb the error of those that are, and of the input (GPTQ on the quantized input).
     ``fold``: how far the scales of the channels behind a norm are evened out. "full" makes them all
     equal, as published, which leaves their differences to the weight; "searched" takes the power of
     the scales, out of FOLD_POWERS, with the least output error.
@@ -67,7 +65,7 @@ class AdaLog:
     maps: int = 8
     zero_code: ZeroCode = "extra"
     onebit: Literal["adalog", "affine"] = "adalog"
-    compensation: Literal["none", "gptq", "low"] = "none"
+    compensation: Literal["none", "gptq"] = "none"
     fold: Literal["full", "searched"] = "full"
     error: Literal["plain", "relative"] = "plain"
 
@@ -80,10 +78,6 @@ class AdaLog:
     def rounds(self) -> int:
         """How often the search alternates between weight and input."""
         return 3 if self.search == "exhaustive" else 1
-
-    def compensates(self, bits: int) -> bool:
-        """Whether weights of this width make up for each other."""
-        return self.compensation == "gptq" or (self.compensation == "low" and bits <= LOW_BITS)
 
     def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
         """The layer at that width."""

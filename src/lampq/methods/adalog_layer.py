@@ -204,7 +204,7 @@ class LayerSearch:
         return LayerFit(layer.spec, self.bits, codes, bias, self.weight_quantizer, quantizer, fold)
 
     def _codes(self, bias: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.method.compensates(self.bits.weight):
+        if self.method.compensation == "none":
             return self.weight_quantizer.encode(self.weight).to(torch.uint8), bias
         return compensated_codes(
             self.weight,
