@@ -7,8 +7,7 @@ from torch import nn
 
 from lampq.calibrate import LayerStats, MatmulStats, recording, tokens_of
 from lampq.errors import GraphError
-from lampq.methods import METHODS, FitCache, SiteWidths
-from lampq.methods import sequential
+from lampq.methods import METHODS, FitCache, SiteWidths, sequential
 from lampq.methods.sequential import collect_in_order, execution_order
 from lampq.pipeline import quantize
 from lampq.quant.modules import assemble
