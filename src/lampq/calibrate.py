@@ -103,6 +103,22 @@ def recording(model: nn.Module, names: list[str]) -> Iterator[dict[str, tuple[Te
 
 
 @contextmanager
+def recording_outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    """Outputs of the named modules in the last forward pass, of those that give a tensor."""
+    seen: dict[str, Tensor] = {}
+
+    def attach(name: str) -> torch.utils.hooks.RemovableHandle:
+        def keep(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Any) -> None:
+            if isinstance(output, Tensor):
+                seen[name] = output
+
+        return model.get_submodule(name).register_forward_hook(keep)
+
+    with _hooked(names, attach):
+        yield seen
+
+
+@contextmanager
 def recording_gradients(model: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
     """Gradients at the outputs of the named modules in the last backward pass."""
     seen: dict[str, Tensor] = {}
@@ -261,6 +277,28 @@ def _draw(
     return weights.multinomial(keep, replacement=True, generator=generator).sort().values
 
 
+class _Rows:
+    """Columns of rows that come piece by piece, each in one array from the start.
+
+    Small pieces between the large arrays of a pass would keep their memory from being given back.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.count = limit, 0
+        self.arrays: list[Tensor] = []
+
+    def append(self, pieces: tuple[Tensor, ...]) -> None:
+        if not self.arrays:
+            self.arrays = [piece.new_empty(self.limit, *piece.shape[1:]) for piece in pieces]
+        after = self.count + len(pieces[0])
+        for array, piece in zip(self.arrays, pieces, strict=True):
+            array[self.count : after] = piece
+        self.count = after
+
+    def columns(self) -> list[Tensor]:
+        return [array[: self.count] for array in self.arrays]
+
+
 @torch.no_grad()
 def collect(
     model: nn.Module,
@@ -290,7 +328,9 @@ def collect(
     names = [*layers, *(site.name for site in graph.matmuls)]
     sloped = names if gradients else list(layers)
     added = [site.name for site in sums]
-    kept: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in (*names, *added)}
+    limits = {name: max_tokens if name in layers else max_maps for name in names}
+    limits |= dict.fromkeys(added, max_tokens)
+    kept = {name: _Rows(limit) for name, limit in limits.items()}
     with recording(model, [*names, *added]) as seen, recording_gradients(model, sloped) as slopes:
         before = 0
         for number, (images, _) in enumerate(samples.batches(batch)):
@@ -302,11 +342,8 @@ def collect(
             else:
                 model(images)
             after = before + len(images)
-            quotas = [
-                limit * after // len(samples) - limit * before // len(samples)
-                for limit in (max_tokens, max_maps)
-            ]
-            before = after
+            whole = len(samples)
+            quotas = {n: k * after // whole - k * before // whole for n, k in limits.items()}
             for name in names:
                 if name not in seen:
                     raise GraphError(f"layer {name!r} is never called by the model's forward pass")
@@ -315,14 +352,14 @@ def collect(
                 weights = None
                 if tokens == "fisher" and module is not None and slope is not None:
                     weights = token_weights(module, slope, len(images))
-                index = _draw(len(parts[0]), quotas[module is None], generator, weights)
+                index = _draw(len(parts[0]), quotas[name], generator, weights)
                 if gradients:
                     parts += (_output_gradients(module, parts, slope, weights),)
                 kept[name].append(tuple(part[index] for part in parts))
             for name in added:
                 total = sum_tokens(seen[name])
-                index = _draw(len(total), quotas[0], generator)
-                kept[name].append((total[index],))
+                kept[name].append((total[_draw(len(total), quotas[name], generator)],))
+            before = after
             # the last batch holds its whole graph
             seen.clear()
             slopes.clear()
@@ -330,11 +367,7 @@ def collect(
     if block_images:
         few = samples.inputs(slice(0, block_images))
         views = block_views(model, graph, few, torch.Generator().manual_seed(seed))
-    # popped, so that the pieces of a site do not outlive its whole
-    joined = {
-        name: [torch.cat(column) for column in zip(*kept.pop(name), strict=True)]
-        for name in (*names, *added)
-    }
+    joined = {name: rows.columns() for name, rows in kept.items()}
 
     def about(name: str, block: int) -> tuple[Tensor | None, BlockView | None]:
         return joined[name][-1] if gradients else None, views.get(block)

@@ -37,7 +37,7 @@ class RunConfig:
     # base method
     method: str = "adalog"
     rotation: Literal["none", "attention"] = "attention"
-    fit_images: int = 128
+    fit_images: int = 1024
     fit_tokens: Literal["uniform", "fisher"] = "fisher"
     fit_inputs: Literal["published", "float", "quantized"] = "published"
     search: Literal["fast", "exhaustive"] = "fast"
@@ -45,7 +45,7 @@ class RunConfig:
     onebit: Literal["adalog", "affine"] = "affine"
     fold: Literal["full", "searched"] = "searched"
     error: Literal["plain", "relative"] = "relative"
-    compensation: Literal["none", "gptq"] = "none"
+    compensation: Literal["none", "gptq"] = "gptq"
     sites: Literal["published", "inputs"] = "inputs"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
@@ -196,6 +196,7 @@ PAPER: dict[str, Any] = {
     "fit_tokens": "uniform",
     "fold": "full",
     "error": "plain",
+    "compensation": "none",
     "onebit": "adalog",
     "sites": "published",
     "edge_bits": "target",

@@ -209,5 +209,10 @@ class LayerSearch:
             codes = self.weight_quantizer.encode(self.weight)
             return compact(codes, self.bits.weight), bias
         return compensated_codes(
-            self.weight, bias, self.inputs, self._quantized_inputs(), self.weight_quantizer
+            self.weight,
+            bias,
+            self.inputs,
+            self._quantized_inputs(),
+            self.weight_quantizer,
+            self.shares,
         )
