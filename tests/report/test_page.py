@@ -246,6 +246,11 @@ def test_the_map_shows_the_plan_of_the_run(page: Page, folder: Path, run: RunFil
     assert {spec.name: (b.weight, b.activation) for spec, b in run.layers} == shown
 
 
+def test_the_slider_ends_at_the_widest_budget(page: Page) -> None:
+    assert page.run("return document.getElementById('budget').max") == "8"
+    assert page.text("#budget-end") == "8 bits"
+
+
 def test_the_headline_has_accuracy_and_size(page: Page, run: RunFiles) -> None:
     cards = page.text("#cards")
     assert f"{run.report['scores']['mixed']['top1']:.2f} %" in cards
@@ -427,7 +432,6 @@ def test_made_pictures_are_called_made(browser: Any, run: RunFiles, tmp_path: Pa
     path.write_text(render(replace(run, report={**run.report, "data": data})), encoding="utf-8")
     page = Page(browser, path)
     assert "64, made from the model alone (psaq)" in page.text("#about-body")
-    assert page.run("return document.getElementById('budget').max") == "8"
 
 
 def test_hostile_names_are_shown_and_not_run(browser: Any, run: RunFiles, tmp_path: Path) -> None:

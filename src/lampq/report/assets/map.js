@@ -195,6 +195,7 @@ function buildSources() {
   }
   shown.budget = budgetNumber(RUN.bits.target);
   slider.max = RUN.frontier.budgets.at(-1);
+  byId("budget-end").textContent = `${slider.max} bits`;
   slider.value = RUN.frontier.budgets[shown.budget];
   slider.addEventListener("input", () => chooseBudget(budgetNumber(Number(slider.value))));
 }
