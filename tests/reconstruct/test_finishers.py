@@ -217,7 +217,7 @@ def test_the_loss_is_divergence_and_relative_error_of_the_blocks(
 ) -> None:
     torch.manual_seed(0)
     job = job_of(case)
-    model = trainable(job.model, job.layers, job.matmuls)
+    model = trainable(job.model, job.layers, job.sites)
     images = job.samples.inputs(slice(0, 4))
     blocks = list(case.graph.blocks)
     with (
