@@ -272,7 +272,7 @@ def test_show_as_json_prints_the_header(finished: Path) -> None:
     found = Outcome("show", finished / "model.safetensors", "--json")
     content = json.loads(found.out)
     assert content["source"]["name"] == "fashion_vit"
-    assert content["format_version"] == 1
+    assert content["format_version"] == 2
 
 
 def test_a_plan_given_back_gives_the_same_model(finished: Path, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from lampq.methods import METHODS
 from lampq.metrics import METRICS, Evidence, Sensitivity
 from lampq.pipeline import Result, build, packed, site_widths
 from lampq.progress import Journal, Progress
-from lampq.quant.modules import assemble
+from lampq.quant.half import is_half
+from lampq.quant.modules import QuantLayer, QuantMatMul, assemble
 from lampq.scoring import PlanScorer, Run, cumulative_errors
 from lampq.types import BitPlan, CostTable, LayerBits, LayerRole
 
@@ -540,6 +541,29 @@ def test_attention_lampq_does_not_know_is_warned_of() -> None:
     ):
         result = quantize(model, [images], patterns=patterns, **QUICK)
     assert len(result.notices) == 2
+
+
+@pytest.mark.parametrize("method", ["adalog", "repq"])
+def test_for_speed_products_stay_in_float_and_a_plan_can_be_refitted(
+    case: Case, method: str
+) -> None:
+    options = {**QUICK, "method": method, "exchanges": 0}
+    first = quantize(case.original, case.samples, **options)
+    again = quantize(case.original, case.samples, plan=dict(first.plan), profile="speed", **options)
+    assert again.plan == first.plan
+    assert again.notices == ()
+    modules = list(again.model.modules())
+    assert any(isinstance(m, QuantMatMul) for m in first.model.modules())
+    assert not any(isinstance(m, QuantMatMul) for m in modules)
+    inputs = [m.input_quantizer for m in modules if isinstance(m, QuantLayer)]
+    assert {"uniform"} == {q.kind for q in inputs if q is not None}
+
+
+@pytest.mark.parametrize("rest_bits", [16, 32])
+def test_the_model_of_a_result_is_that_of_its_file(vit: Case, rest_bits: int) -> None:
+    result = quantize(vit.original, vit.samples, rest_bits=rest_bits, **QUICK)
+    assert is_half(result.model.get_submodule("norm").weight) == (rest_bits == 16)
+    assert is_half(result.uniform_model().get_submodule("norm").weight) == (rest_bits == 16)
 
 
 def test_a_saved_result_is_loaded_with_equal_logits(case: Case, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_run_with_a_given_plan_reports_no_solver(vit: Case, done: Result) -> N
 
 
 def test_mean_widths_are_over_parameters(vit: Case, done: Result) -> None:
-    found = bits_json(done.model, done.plan, 3.0)
+    found = bits_json(done.model, done.plan, 3.0, 16)
     sizes = {layer.name: layer.n_params for layer in vit.graph.layers}
     searched = {name: sizes[name] for name in done.plan}
     codes = sum(size * done.plan[name].weight for name, size in searched.items())
@@ -111,18 +111,18 @@ def test_mean_widths_are_over_parameters(vit: Case, done: Result) -> None:
     quantized = (codes + 8 * edges) / sum(sizes.values())
     assert found["mean_weight_quantized"] == pytest.approx(quantized)
     total = sum(p.numel() for p in vit.original.parameters())
-    whole = (codes + 8 * edges + 32 * (total - sum(sizes.values()))) / total
+    whole = (codes + 8 * edges + 16 * (total - sum(sizes.values()))) / total
     assert found["mean_weight_all"] == pytest.approx(whole)
 
 
 def test_the_mean_with_scales_adds_a_scale_and_a_zero_point_per_row(done: Result) -> None:
-    found = bits_json(done.model, done.plan, 3.0)
+    found = bits_json(done.model, done.plan, 3.0, 16)
     layers = [m for m in done.model.modules() if isinstance(m, QuantLayer)]
     searched = [m for m in layers if m.spec.name in done.plan]
     rows = sum(m.codes.shape[0] for m in searched)
     weights = sum(m.codes.numel() for m in searched)
     extra = found["mean_weight_searched_with_scales"] - found["mean_weight_searched"]
-    assert extra == pytest.approx(40 * rows / weights)
+    assert extra == pytest.approx(24 * rows / weights)
 
 
 def test_the_uniform_size_is_that_of_the_uniform_checkpoint(vit: Case, done: Result) -> None:

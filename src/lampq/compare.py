@@ -130,7 +130,10 @@ def _config(common: RunConfig, plan: str, settings: dict[str, Any]) -> RunConfig
 def shared_options(config: RunConfig) -> dict[str, Any]:
     """All that fits depend on: trials that agree on it share fits, statistics and measurements."""
     factory = METHODS.get(config.method)
-    common = ("method", "seed", "images", "rotation", "fit_images", "fit_tokens", "fit_inputs")
+    common = (
+        *("method", "seed", "images", "profile", "rotation"),
+        *("fit_images", "fit_tokens", "fit_inputs"),
+    )
     found = {
         **{name: getattr(config, name) for name in common},
         "options": options_of(factory, config),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from lampq.errors import ConfigError
-from lampq.types import MAX_BITS, MIN_BITS, LayerBits
+from lampq.types import MAX_BITS, MIN_BITS, LayerBits, Profile
 
 Preset = Literal["best", "paper"]
 WIDE = (2, 3, 4, 5, 6, 8)
@@ -31,6 +31,7 @@ class RunConfig:
     choices: tuple[int, ...] | None = None
     joint: bool = True
     act_choices: tuple[int, ...] | None = None
+    profile: Profile = "accuracy"
     preset: Preset = "best"
     seed: int = 0
     images: int = 1024
@@ -48,6 +49,7 @@ class RunConfig:
     compensation: Literal["none", "gptq"] = "none"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
+    rest_bits: Literal[16, 32] = 16
     # metric
     metric: str = "output"
     metric_images: int = 128
@@ -195,6 +197,7 @@ PAPER: dict[str, Any] = {
     "error": "plain",
     "onebit": "adalog",
     "edge_bits": "target",
+    "rest_bits": 32,
     "metric": "fisher",
     "metric_images": 256,
     "alpha_signal": "accuracy",

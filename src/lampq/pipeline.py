@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ from lampq.methods import METHODS, FitCache, Method, SiteWidths
 from lampq.methods.sequential import collect_in_order
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
-from lampq.quant.modules import assemble
 from lampq.reconstruct import FINISHERS, Finisher
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
 from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
@@ -75,7 +74,7 @@ class Result:
 
     def of_plan(self, plan: BitPlan) -> nn.Module:
         """The model at the widths of another plan, from the same fits."""
-        return assemble(self.fits.model, *self.fits.of_plan(plan))
+        return self.fits.assembled(plan)
 
 
 def packed(
@@ -122,6 +121,7 @@ def site_widths(config: RunConfig) -> SiteWidths:
     return SiteWidths(
         edge=target if edge == "target" else LayerBits(edge, edge),
         matmul=None if matmul == "follow" else target.activation if matmul == "target" else matmul,
+        rest=config.rest_bits,
     )
 
 
@@ -153,6 +153,8 @@ def prepare(
     if config.rotation == "attention":
         rotate_attention_(opened, config.seed)
     graph = discover(opened, patterns)
+    if config.profile == "speed":
+        graph = replace(graph, matmuls=())
     # the weight budget of a file size is known later
     weights = MAX_BITS if config.target_size is not None else None
     check_feasible(graph.allocatable, config.widths, budget_of(config, weights))
@@ -210,7 +212,7 @@ def _quantize(
 ) -> Result:
     job = prepare(model, config, patterns, given)
     source = source_of(model)
-    _warn_of_gaps(job.graph)
+    _warn_of_gaps(job.graph, config)
     samples = samples.subset(config.images, config.seed)
     fits = run.fits(lambda: _fits(job, samples, config, run)).at(site_widths(config), run.progress)
     opened, graph = fits.model, fits.graph
@@ -254,7 +256,7 @@ def _quantize(
             "uniform": scorer.quality(uniform),
             "mixed": scorer.quality(plan),
         }
-    final = assemble(opened, *fits.of_plan(plan))
+    final = fits.assembled(plan)
     run.on_plan(plan, final)
     reconstruction = None
     if job.finisher is not None:
@@ -333,8 +335,8 @@ def _statistics(
     )
 
 
-def _warn_of_gaps(graph: ModelGraph) -> None:
-    if not graph.matmuls:
+def _warn_of_gaps(graph: ModelGraph, config: RunConfig) -> None:
+    if not graph.matmuls and config.profile == "accuracy":
         warnings.warn(
             "the attention of this model is unknown to lampq: its matmuls stay in float",
             stacklevel=2,
@@ -358,7 +360,7 @@ def _size_budget(config: RunConfig, fits: FitCache, source: ModelSource) -> Budg
     overheads = []
     for bits in config.widths:
         plan = BitPlan.uniform(layers, bits)
-        whole = packed(assemble(fits.model, *fits.of_plan(plan)), source, plan, config)
+        whole = packed(fits.assembled(plan), source, plan, config)
         codes = sum(packed_size(layer.n_params, bits.weight) for layer in plan.layers)
         overheads.append(len(whole) - codes)
     # offsets in the header may take a digit more, and every layer up to a byte of padding

@@ -14,6 +14,8 @@ from lampq.errors import BudgetError, ConfigError, GraphError
 
 MIN_BITS = 1
 MAX_BITS = 8
+# what a model is quantized for: all values as the method likes them, or integer kernels only
+Profile = Literal["accuracy", "speed"]
 
 
 class LayerRole(StrEnum):

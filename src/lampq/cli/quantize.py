@@ -41,6 +41,10 @@ def quantize_command(
     act_choices: Annotated[
         str | None, typer.Option(help="input widths to choose from (--no-joint): 2,3,4")
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="accuracy, or speed: for integer kernels, attention products in float"),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="best or paper")] = None,
     plan: Annotated[Path | None, typer.Option(help="plan.json to use instead of a search")] = None,
     images: Annotated[int | None, typer.Option(help="calibration images to use")] = None,
@@ -106,6 +110,10 @@ def quantize_command(
     matmul_bits: Annotated[
         str | None,
         typer.Option(help="attention products: target, follow or a width", rich_help_panel=METHOD),
+    ] = None,
+    rest_bits: Annotated[
+        int | None,
+        typer.Option(help="scales, biases, norms, embeddings: 16 or 32", rich_help_panel=METHOD),
     ] = None,
     metric: Annotated[
         str | None,

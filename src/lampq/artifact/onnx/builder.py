@@ -50,8 +50,10 @@ class GraphBuilder:
         return self._own(name)
 
     def output(self, value: str, name: str, shape: Shape) -> None:
-        """Make a value an output of the graph, under a name of its own."""
-        self.node("Identity", value, name=name)
+        """Make a value that no node takes an output of the graph, under another name."""
+        assert not any(value in node.input for node in self._nodes), f"{value!r} is in use"
+        (made,) = (node for node in self._nodes if value in node.output)
+        made.output[list(made.output).index(value)] = self._own(name)
         self._outputs.append(self._described(name, shape))
 
     def _described(self, name: str, shape: Shape) -> Any:

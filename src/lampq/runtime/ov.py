@@ -1,0 +1,79 @@
+"""OpenVINO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from lampq.errors import ExportError, MissingDependencyError
+from lampq.runtime.base import Array, Session, first_line
+
+INTEGER = {"u8", "i8"}
+PRODUCTS = {"FullyConnected", "MatMul", "Convolution"}
+
+
+def require() -> Any:
+    """The package, or one sentence that says how to get it."""
+    try:
+        import openvino
+    except ImportError:
+        raise MissingDependencyError(
+            "the runtime openvino is not installed: pip install 'lampq[openvino]'"
+        ) from None
+    return openvino
+
+
+@cache
+def _core() -> Any:
+    return require().Core()
+
+
+class OpenVinoSession(Session):
+    """A graph in OpenVINO on the CPU.
+
+    ``precision`` is that of what is not integer; bf16 is faster where the processor has it and is
+    not what was verified.
+    """
+
+    runtime: ClassVar[str] = "openvino"
+
+    def __init__(self, model: bytes, *, threads: int | None = None, precision: str = "f32") -> None:
+        core = _core()
+        # activations of float layers must not be quantized on the fly
+        options: dict[str, Any] = {
+            "INFERENCE_PRECISION_HINT": precision,
+            "PERFORMANCE_HINT": "LATENCY",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+        }
+        if threads is not None:
+            options["INFERENCE_NUM_THREADS"] = threads
+        try:
+            graph = core.read_model(model)
+            self._compiled = core.compile_model(graph, "CPU", options)
+        except RuntimeError as error:
+            raise ExportError(f"openvino rejects the graph: {first_line(error)}") from error
+        self._request = self._compiled.create_infer_request()
+        self.shapes = {
+            value.get_any_name(): tuple(
+                side.get_length() if side.is_static else -1 for side in value.get_partial_shape()
+            )
+            for value in self._compiled.inputs
+        }
+        self._outputs = [value.get_any_name() for value in self._compiled.outputs]
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        inputs = {name: np.ascontiguousarray(values) for name, values in feeds.items()}
+        results = self._request.infer(inputs, share_inputs=True)
+        # the buffers belong to the request and are written again
+        return {name: results[i].copy() for i, name in enumerate(self._outputs)}
+
+    def integer_nodes(self) -> frozenset[str]:
+        found: set[str] = set()
+        for node in self._compiled.get_runtime_model().get_ops():
+            about = {key: str(value.value) for key, value in node.get_rt_info().items()}
+            if about.get("layerType") in PRODUCTS and about.get("runtimePrecision") in INTEGER:
+                found.update(about.get("originalLayersNames", "").split(","))
+        return frozenset(found)

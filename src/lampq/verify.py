@@ -1,0 +1,245 @@
+"""Whether a graph computes in a runtime what the torch model computes.
+
+Every quantized site is run alone, on inputs of the torch model, and compared with the torch module
+in double precision. The whole model is compared by its answers only: a difference in the last digit
+may move a value across the border between two codes, and what follows is amplified by the layers
+behind it, in torch as in any runtime.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lampq.artifact.onnx import GraphBuilder
+from lampq.artifact.onnx.builder import require_onnx
+from lampq.artifact.onnx.sites import matmul, patches, product_nodes, runs_in_integers, tokens_layer
+from lampq.calibrate import recording
+from lampq.data import Samples
+from lampq.errors import ExportError
+from lampq.progress import Progress
+from lampq.quant.base import Quantizer
+from lampq.quant.log import LogQuantizer
+from lampq.quant.modules import QuantConv2d, QuantLayer, QuantMatMul
+from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
+from lampq.quant.uniform import UniformQuantizer
+from lampq.runtime import SESSIONS, Session
+
+TOLERANCE = 1e-6
+AGREEMENT = 99.0
+# images whose inputs the sites get, and tokens of each
+PARTS, TOKENS = 2, 128
+BATCH = 25
+# how near to the border between two codes an input may be, in steps
+MARGIN = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found in one runtime.
+
+    ``error`` is the largest of any site, in ranges of its output, and ``worst`` that site.
+    ``integer`` are the layers on integer kernels, ``floating`` those meant to be in float.
+    ``agreement`` is the percentage of images with the answer of the torch model.
+    """
+
+    runtime: str
+    version: str
+    error: float
+    worst: str
+    integer: tuple[str, ...]
+    floating: tuple[str, ...]
+    agreement: float
+    images: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, with numbers of layers instead of their names."""
+        counts = {"integer": len(self.integer), "floating": list(self.floating)}
+        return {**asdict(self), **counts}
+
+
+def verify(
+    model: nn.Module,
+    content: bytes,
+    runtime: str,
+    samples: Samples,
+    expected: Tensor,
+    *,
+    any_cpu: bool,
+    progress: Progress | None = None,
+) -> Verification:
+    """What was found; raises an ExportError that names what is not as it should be.
+
+    ``content`` is the file of the model and ``expected`` are the torch logits of the samples.
+    """
+    progress = progress or Progress()
+    session = SESSIONS[runtime](content)
+    integer = _integer_layers(model, content, session)
+    error, worst = _site_errors(model, runtime, samples, any_cpu=any_cpu)
+    if not error <= TOLERANCE:
+        raise ExportError(
+            f"layer {worst!r} in {runtime} differs from torch by {error:.2g} of its output range, "
+            f"more than {TOLERANCE:g}"
+        )
+    batches = progress.track(
+        samples.batches(BATCH), f"comparing answers in {runtime}", -(-len(samples) // BATCH)
+    )
+    answers = torch.cat([session(images).argmax(dim=1) for images, _ in batches])
+    agreement = 100 * float((answers == expected.argmax(dim=1)).double().mean())
+    if agreement < AGREEMENT:
+        raise ExportError(
+            f"{runtime} agrees with torch on {agreement:.2f} % of {len(samples)} images, "
+            f"less than {AGREEMENT:g} %"
+        )
+    floating = tuple(
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantLayer) and not runs_in_integers(layer)
+    )
+    return Verification(
+        runtime, version_of(runtime), error, worst, integer, floating, agreement, len(samples)
+    )
+
+
+def version_of(runtime: str) -> str:
+    """The installed version of a runtime."""
+    from importlib.metadata import version
+
+    return version(runtime)
+
+
+def _integer_layers(model: nn.Module, content: bytes, session: Session) -> tuple[str, ...]:
+    """The layers on integer kernels; raises if one that should be is not."""
+    found = session.integer_nodes()
+    graph = require_onnx().load_model_from_string(content).graph
+    layer_of = product_nodes(model)
+    products = {node.name: layer_of[node.name] for node in graph.node if node.name in layer_of}
+    for node, layer in products.items():
+        if node not in found:
+            raise ExportError(
+                f"layer {layer!r} has fallen back to float in {session.runtime}: no integer kernel "
+                "took it"
+            )
+    return tuple(dict.fromkeys(products.values()))
+
+
+def _margin(grid: Quantizer, x: Tensor) -> Tensor:
+    """How far an input should be from the border between two codes."""
+    if isinstance(grid, LogQuantizer):
+        step = 2 ** (grid.step / grid.denominator) - 1
+        return MARGIN * step * (x + grid.shift).abs()
+    if isinstance(grid, TwinGeluQuantizer | TwinSoftmaxQuantizer):
+        return MARGIN * torch.minimum(grid.low, grid.high).expand_as(x)
+    assert isinstance(grid, UniformQuantizer), "all kinds that can be exported are here"
+    return MARGIN * grid.scale.expand_as(x)
+
+
+def off_borders(grid: Quantizer | None, x: Tensor) -> Tensor:
+    """The inputs, those near to the border between two codes moved off it.
+
+    There a last digit decides which code is taken, and runtimes round it in their own way.
+    """
+    if grid is None:
+        return x
+    margin = _margin(grid, x)
+    near = grid.encode(x - margin) != grid.encode(x + margin)
+    return torch.where(near, x + 2 * margin, x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A quantized module with inputs for it."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+
+    def exact(self) -> Tensor:
+        """What the torch module gives in double precision."""
+        double = copy.deepcopy(self.module).double()
+        output: Tensor = double(*(x.double() for x in self.inputs))
+        return output.flatten(2).transpose(1, 2) if isinstance(self.module, QuantConv2d) else output
+
+    def emit(self, g: GraphBuilder) -> None:
+        """The site in a graph of its own inputs and output."""
+        values = [
+            g.input(f"{self.name}:{number}", ("batch", *x.shape[1:]))
+            for number, x in enumerate(self.inputs)
+        ]
+        if isinstance(self.module, QuantMatMul):
+            value = matmul(g, self.module, self.name, *values)
+        elif isinstance(self.module, QuantConv2d):
+            _, channels, height, width = self.inputs[0].shape
+            value, _ = patches(g, self.module, self.name, values[0], (channels, height, width))
+        else:
+            assert isinstance(self.module, QuantLayer), "all kinds of sites are here"
+            value = tokens_layer(g, self.module, self.name, values[0])
+        shape = ["batch", *(f"{self.name}:{axis}" for axis in range(1, self._rank))]
+        g.output(value, f"{self.name}:output", shape)
+
+    @property
+    def _rank(self) -> int:
+        return 4 if isinstance(self.module, QuantMatMul) else 3
+
+    def feeds(self) -> dict[str, Any]:
+        """The inputs by name."""
+        return {f"{self.name}:{n}": np.ascontiguousarray(x) for n, x in enumerate(self.inputs)}
+
+
+def _sites(model: nn.Module, samples: Samples) -> Iterator[_Site]:
+    """Every quantized site with inputs of the torch model on a few images."""
+    kinds = (QuantLayer, QuantMatMul)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    images = samples.inputs(torch.arange(PARTS) % len(samples))
+    with torch.no_grad(), recording(model, names) as seen:
+        model(images)
+        recorded: Mapping[str, tuple[Tensor, ...]] = dict(seen)
+    for name in names:
+        module = model.get_submodule(name)
+        inputs = recorded[name]
+        if isinstance(module, QuantMatMul):
+            left, right = (_spread(x, PARTS) for x in inputs)
+            pair = off_borders(module.left, left), off_borders(module.right, right)
+            yield _Site(name, module, pair)
+            continue
+        assert isinstance(module, QuantLayer), "only these were asked for"
+        (x,) = inputs
+        if not isinstance(module, QuantConv2d):
+            tokens = _spread(x.flatten(0, -2), PARTS * TOKENS)
+            x = tokens[: len(tokens) // PARTS * PARTS].reshape(PARTS, -1, tokens.shape[-1])
+        yield _Site(name, module, (off_borders(module.input_quantizer, x),))
+
+
+def _spread(x: Tensor, count: int) -> Tensor:
+    """At most so many rows, evenly spread."""
+    if len(x) <= count:
+        return x
+    return x[torch.linspace(0, len(x) - 1, count).long()]
+
+
+@torch.no_grad()
+def _site_errors(
+    model: nn.Module, runtime: str, samples: Samples, *, any_cpu: bool
+) -> tuple[float, str]:
+    """The largest error of any site, in ranges of its output, and the name of that site."""
+    sites = list(_sites(model, samples))
+    g = GraphBuilder(any_cpu=any_cpu)
+    for site in sites:
+        site.emit(g)
+    session = SESSIONS[runtime](g.model().SerializeToString())
+    outputs = session.run({name: x for site in sites for name, x in site.feeds().items()})
+    errors = {}
+    for site in sites:
+        exact = site.exact().numpy()
+        found = outputs[f"{site.name}:output"].astype(np.float64)
+        spread = float(np.ptp(exact))
+        errors[site.name] = float(np.abs(found - exact).max()) / max(spread, 1e-30)
+    # a value that is not a number is the worst of all
+    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
+    return errors[worst], worst
