@@ -110,7 +110,7 @@ def _check_speed(model: nn.Module) -> None:
     """Raise if a layer with a quantized input would run in float."""
     for name, layer in model.named_modules():
         quantized = isinstance(layer, QuantLayer) and layer.input_quantizer is not None
-        if quantized and not runs_in_integers(layer):  # type: ignore[arg-type]
+        if quantized and not runs_in_integers(layer):
             raise ExportError(
                 f"layer {name!r} was to be quantized for speed, but its input is not on one "
                 "uniform grid: the method has no such form"

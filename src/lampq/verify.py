@@ -29,7 +29,8 @@ from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantConv2d, QuantLayer, QuantMatMul
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
-from lampq.runtime import SESSIONS, Session
+from lampq.runtime import SESSIONS
+from lampq.runtime.base import Session
 
 TOLERANCE = 1e-6
 AGREEMENT = 99.0
