@@ -35,6 +35,7 @@ ORDER = (
     "runtime",
     "verify",
     "config",
+    "limits",
     "scoring",
     "finish",
     "pipeline",

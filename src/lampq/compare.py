@@ -86,8 +86,9 @@ def make_trials(
     ``options`` are fields of RunConfig, common to all.
     """
     common = make_config(options)
-    if common.target_size is not None:
-        raise ConfigError("a comparison has its budgets from bits: leave target_size out")
+    for name in ("target_size", "target_bops"):
+        if getattr(common, name) is not None:
+            raise ConfigError(f"a comparison has its budgets from bits: leave {name} out")
     for plan in plans:
         if plan not in PLANS:
             raise ConfigError(f"unknown plan {plan!r}; known: {', '.join(PLANS)}")

@@ -123,6 +123,10 @@ def build_report(
             ),
             "target_activation": result.budget.mean_activation_bits,
         },
+        "limits": [
+            {"name": limit.name, "most": limit.most, "taken": limit.of(result.plan)}
+            for limit in result.budget.limits
+        ],
         "plan": plan_json(result.plan),
         "initial_plan": None if allocation is None else plan_json(allocation.plan),
         "solver": {
