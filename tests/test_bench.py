@@ -17,8 +17,10 @@ from lampq.bench.chart import chart
 from lampq.bench.measure import Ratio, in_turns
 from lampq.cli import app
 from lampq.errors import ConfigError, MissingDependencyError
+from lampq.graph.attention import explicit
+from lampq.graph.discover import discover
 from lampq.models import bundled_samples, load_model
-from lampq.types import LayerBits
+from lampq.types import LayerBits, LayerRole
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +28,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed Swin, some layers at eight bits and some below."""
     loaded = load_model("fashion_swin")
     samples = bundled_samples("calib").subset(4, 0)
-    names = [
-        n for n, m in loaded.model.named_modules() if n.endswith(("qkv", "proj", "fc1", "fc2"))
-    ]
-    plan = {
-        name: LayerBits(8 if name.endswith("fc1") else 4, 8)
-        for name in names
-        if name != "patch_embed.proj"
-    }
+    layers = discover(explicit(loaded.model)).allocatable
+    plan = {layer.name: LayerBits(8 if layer.role is LayerRole.FC1 else 4, 8) for layer in layers}
     result = quantize(loaded.model, samples, plan=plan, method="minmax", profile="speed", bits=8)
     path = tmp_path_factory.mktemp("bench") / "model.safetensors"
     result.save(path)

@@ -15,6 +15,7 @@ import lampq.verify
 from lampq.artifact.onnx import onnx_model
 from lampq.errors import ExportError
 from lampq.evaluate import predict
+from lampq.progress import Progress
 from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantLayer, QuantMatMul, assemble
@@ -68,6 +69,8 @@ def test_every_site_of_a_good_graph_is_right(
     model = quantized(case, method, bits)
     found = verified(model, onnx_model(model), runtime, case)
     assert 0 < found.error <= 1e-6
+    assert found.float_error <= 1e-6
+    assert 0 < found.block_error <= 1e-6
     layers = [n for n, m in model.named_modules() if isinstance(m, QuantLayer)]
     assert sorted((*found.integer, *found.floating)) == sorted(layers)
     behind_gelu = {n for n in layers if n.endswith("fc2")}
@@ -115,8 +118,64 @@ def test_other_answers_are_an_error_with_their_share(vit: Case) -> None:
     model = quantized(vit, "minmax", 8)
     content = onnx_model(model).SerializeToString()
     turned = -predict(model, vit.samples)
-    with pytest.raises(ExportError, match=r"agrees with torch on 0\.00 % of 6 images"):
-        verify(model, content, "onnxruntime", vit.samples, turned, any_cpu=True)
+    nudged = lambda *_: 90.0  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lampq.verify, "_own_agreement", nudged)
+        with pytest.raises(ExportError, match=r"on 0\.00 % of 6 images.*with itself.*90\.00 %"):
+            verify(model, content, "onnxruntime", vit.samples, turned, any_cpu=True)
+
+
+def test_a_chaotic_model_may_differ_as_much_as_torch_from_itself(
+    vit: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantized(vit, "minmax", 8)
+    content = onnx_model(model).SerializeToString()
+    logits = predict(model, vit.samples)
+    monkeypatch.setattr(lampq.verify, "AGREEMENT", 99.0)
+    monkeypatch.setattr(lampq.verify, "_share", lambda *_: 82.0)
+    monkeypatch.setattr(lampq.verify, "_least", lambda own, images: own)
+    monkeypatch.setattr(lampq.verify, "_own_agreement", lambda *_: 84.0)
+    with pytest.raises(ExportError, match=r"agrees with torch on 82\.00 % of 6 images"):
+        verify(model, content, "onnxruntime", vit.samples, logits, any_cpu=True)
+    monkeypatch.setattr(lampq.verify, "_own_agreement", lambda *_: 80.0)
+    found = verify(model, content, "onnxruntime", vit.samples, logits, any_cpu=True)
+    assert (found.agreement, found.own_agreement) == (82.0, 80.0)
+
+
+def test_torch_is_nudged_by_one_part_in_a_million(vit: Case) -> None:
+    model = quantized(vit, "minmax", 8)
+    seen: list[torch.Tensor] = []
+
+    class Watched(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            seen.append(images)
+            logits: torch.Tensor = model(images)
+            return logits
+
+    logits = predict(model, vit.samples)
+    logits[:3] = -logits[:3]
+    own = lampq.verify._own_agreement(Watched(), vit.samples, logits, Progress())
+    assert own == 50.0
+    ratio = (seen[0] / vit.samples.images)[vit.samples.images != 0]
+    assert float((ratio - 1).abs().max()) < 2e-6
+    assert float((ratio - 1).mean()) == pytest.approx(1e-6, rel=0.2)
+
+
+def test_what_is_as_good_as_torch_itself_depends_on_the_number_of_images() -> None:
+    assert lampq.verify._least(80.0, 10**8) == pytest.approx(80.0, abs=0.02)
+    # the deviation of a difference of two shares of 0.8 among 200 is 0.04
+    assert lampq.verify._least(80.0, 200) == pytest.approx(80.0 - 12.0)
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+def test_a_wrong_piece_between_the_layers_is_named(vit: Case, runtime: str) -> None:
+    model = quantized(vit, "minmax", 4)
+    graph = onnx_model(model)
+    for node in graph.graph.node:
+        if node.name == "blocks.1/attended":  # a residual from the wrong place
+            node.input[0] = "blocks.1.norm1"
+    with pytest.raises(ExportError, match=rf"'blocks.1' in {runtime} differs from torch by"):
+        verified(model, graph, runtime, vit)
 
 
 GRIDS: dict[str, tuple[Quantizer, float, float]] = {

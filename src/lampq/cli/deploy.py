@@ -139,10 +139,14 @@ def _tell(done: Export, source: Source, top1: float | None) -> None:
     if top1 is not None:
         print(f"top-1 of this profile {top1:.2f} %, see report.json beside it")
     for one in done.verified:
+        own = (
+            "" if one.own_agreement is None else f" (torch with itself: {one.own_agreement:.2f} %)"
+        )
         print(
             f"{one.runtime} {one.version}: {len(one.integer)} layers on integer kernels, "
-            f"{len(one.floating)} in float by design, largest layer error {one.error:.1e} of its "
-            f"range, same answer as torch on {one.agreement:.2f} % of {one.images} images"
+            f"{len(one.floating)} in float by design, largest error of a layer {one.error:.1e} of "
+            f"its range, in float {one.float_error:.1e}; same answer as torch on "
+            f"{one.agreement:.2f} % of {one.images} images{own}"
         )
 
 
