@@ -140,7 +140,9 @@ def _tell(done: Export, source: Source, top1: float | None) -> None:
         print(f"top-1 of this profile {top1:.2f} %, see report.json beside it")
     for one in done.verified:
         own = (
-            "" if one.own_agreement is None else f" (torch with itself: {one.own_agreement:.2f} %)"
+            ""
+            if one.own_agreement is None
+            else f" (torch in double precision: {one.own_agreement:.2f} %)"
         )
         print(
             f"{one.runtime} {one.version}: {len(one.integer)} layers on integer kernels, "
