@@ -4,25 +4,26 @@ python benchmarks/ablation.py --results runs/ablation.jsonl [--seeds 3] [--only 
 python benchmarks/ablation.py --results runs/ablation.jsonl --table
 
 The 1,000 calibration images are split by the seed: 800 are given to lampq, the divergence from the
-float model is measured on the other 200. All models are uniform, with eight-bit edges.
+float model is measured on the other 200. All models have eight-bit edges. The first table is of
+uniform models, the second of the plans of each metric with the fits of `best`.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import real
-import torch
-from rows import Row, command_line, compute, read
+from rows import Row, command_line, compute, read, spread
 
+from lampq.artifact.fits import FitFolder
 from lampq.config import PRESETS, make_config
 from lampq.data import Samples
 from lampq.evaluate import divergence, predict, top1
 from lampq.pipeline import quantize
+from lampq.scoring import Run
 
 FITS = ("rotation", "fit_images", "fit_tokens", "fold", "error")
 PUBLISHED: dict[str, Any] = {name: PRESETS["paper"][name] for name in FITS}
@@ -35,44 +36,54 @@ STEPS: dict[str, dict[str, Any]] = {
     "best with full folds": {"fold": "full"},
     "best with the plain error": {"error": "plain"},
     "best with 32 images": {"fit_images": 32},
-    "best with 512 images": {"fit_images": 512},
     "best with gptq": {"compensation": "gptq"},
-    "best with gptq, 512 images": {"compensation": "gptq", "fit_images": 512},
+    "best with gptq and the plain error": {"compensation": "gptq", "error": "plain"},
 }
 
-
-def split(samples: Samples, seed: int) -> tuple[Samples, Samples]:
-    """Images to quantize with, and images to measure on."""
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(1000 + seed))
-    assert samples.labels is not None, "calibration images have labels"
-    first, second = (
-        Samples(samples.images[part], samples.labels[part], samples.mean, samples.std)
-        for part in (order[:-200], order[-200:])
-    )
-    return first, second
+METRICS: dict[str, dict[str, Any]] = {
+    "uniform": {"allocator": "uniform", "metric": "recon"},
+    **{name: {"metric": name} for name in ("output", "recon", "hawq", "fisher", "kl")},
+}
 
 
 def measure(samples: Samples, bits: int, seed: int, options: dict[str, Any]) -> Row:
     """Divergence and accuracy of one uniform model on the images that it has not seen."""
     model = real.model().model
-    given, held = split(samples, seed)
+    given, held = samples.split(200, 1000 + seed)
     plain = {"choices": (bits,), "metric": "recon", "exchanges": 0, "score_images": 16}
     config = make_config({"bits": bits, "seed": seed, **plain, **options})
     logits = predict(quantize(model, given, config=config).model, held)
-    assert held.labels is not None, "calibration images have labels"
-    return {"kl": divergence(logits, predict(model, held)), "top1": top1(logits, held.labels)}
+    labels = held.require_labels("an accuracy")
+    return {"kl": divergence(logits, predict(model, held)), "top1": top1(logits, labels)}
 
 
-def jobs(seeds: int) -> Iterator[tuple[str, Callable[[], Row]]]:
+def planned(samples: Samples, bits: int, seed: int, options: dict[str, Any], work: Path) -> Row:
+    """The same of a mixed plan as the metric gives it, without exchanges.
+
+    The plans of a seed share their fits.
+    """
+    model = real.model().model
+    given, held = samples.split(200, 1000 + seed)
+    plain = {"exchanges": 0, "start": "allocated", "fallback": "none", "score_images": 16}
+    config = make_config({"bits": bits, "seed": seed, **plain, **options})
+    folder = work / f"fits {seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(store=FitFolder(folder))
+    logits = predict(quantize(model, given, config=config, run=run).model, held)
+    labels = held.require_labels("an accuracy")
+    return {"kl": divergence(logits, predict(model, held)), "top1": top1(logits, labels)}
+
+
+def jobs(seeds: int, work: Path) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Every row, by key."""
     samples = real.calibration()
     for seed in range(seeds):
-        for name in STEPS:
-            for bits in (4, 3):
-                yield (
-                    _key(name, bits, seed),
-                    partial(measure, samples, bits, seed, STEPS[name]),
-                )
+        for bits in (4, 3):
+            for name, options in STEPS.items():
+                yield _key(name, bits, seed), partial(measure, samples, bits, seed, options)
+            for name, options in METRICS.items():
+                key = _key(f"plan of {name}", bits, seed)
+                yield key, partial(planned, samples, bits, seed, options, work)
 
 
 def _key(name: str, bits: int, seed: int) -> str:
@@ -81,18 +92,19 @@ def _key(name: str, bits: int, seed: int) -> str:
 
 def table(rows: list[Row]) -> str:
     """Mean and range over the seeds, in Markdown."""
+    plans = [f"plan of {name}" for name in METRICS]
+    return f"{_part(rows, 'fits', list(STEPS))}\n\n{_part(rows, 'plans', plans)}"
+
+
+def _part(rows: list[Row], title: str, names: list[str]) -> str:
     found = {row["key"]: row["kl"] for row in rows}
-    lines = ["| fits | KL at 4 bits | KL at 3 bits |", "|---|---|---|"]
-    for name in STEPS:
+    lines = [f"| {title} | KL at 4 bits | KL at 3 bits |", "|---|---|---|"]
+    for name in names:
         cells = []
         for bits in (4, 3):
             keys = (_key(name, bits, seed) for seed in range(len(rows)))
             values = [found[key] for key in keys if key in found]
-            cells.append(
-                f"{statistics.mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-                if values
-                else "-"
-            )
+            cells.append(spread(values, 2) if values else "-")
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
@@ -105,7 +117,7 @@ def main() -> None:
     if options.table:
         print(table(read(options.results)))
         return
-    compute(options, lambda: jobs(options.seeds))
+    compute(options, lambda: jobs(options.seeds, options.results.with_suffix(".work")))
 
 
 if __name__ == "__main__":

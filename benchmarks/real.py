@@ -9,8 +9,8 @@ from lampq.data import Preprocessing, Samples, read_folder
 from lampq.models import LoadedModel, load_model
 
 NAME = "vit_tiny_patch16_224"
-# the pictures are already resized and cropped: only normalise
-HOW = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, size=224)
+# the pictures are already resized and cropped: they are taken whole
+HOW = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, size=224)
 
 
 def root() -> Path:

@@ -7,7 +7,6 @@ python benchmarks/reproduce.py --results runs/reproduction.jsonl --table
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import real
 import torch
-from rows import Row, command_line, compute, read
+from rows import Row, command_line, compute, read, spread
 
 from lampq.allocate import random_plan
 from lampq.artifact.fits import FitFolder
@@ -166,9 +165,9 @@ def table(rows: list[Row]) -> str:
     for name, members in groups.items():
         own = [row["uniform"]["top1"] for row in members if "uniform" in row]
         cells = [
-            _spread([row["top1"] for row in members], 2),
-            _spread(own, 2) if own else "",
-            _spread([row["kl"] for row in members], 3),
+            spread([row["top1"] for row in members], 2),
+            spread(own, 2) if own else "",
+            spread([row["kl"] for row in members], 3),
         ]
         lines.append(f"| {name} | {len(members)} | {' | '.join(cells)} |")
     lines += [
@@ -190,13 +189,6 @@ def table(rows: list[Row]) -> str:
             f"| {weight} | {inputs} | {tried} | {row['date']} |"
         )
     return "\n".join(lines)
-
-
-def _spread(values: list[float], digits: int) -> str:
-    mean = f"{statistics.mean(values):.{digits}f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -31,6 +32,14 @@ def read(results: Path) -> list[Row]:
     if not results.exists():
         return []
     return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Mean and range, or the only value."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def _accuracy(row: Row) -> str:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import os
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from lampq.allocate import (
     allocate_uniform,
     check_feasible,
     random_plan,
+    without_stray_output,
 )
 from lampq.errors import BudgetError
 from lampq.types import BitPlan, Budget, CostTable, LayerBits, LayerRole, LayerSpec
@@ -327,3 +330,15 @@ def test_a_plan_found_at_the_exact_size_of_another_plan_is_not_dearer(
     cost = float(table.cost[np.arange(16), drawn].sum())
     found = allocate_ilp(table, budget_of(table, other.total_weight_bits))
     assert found.objective <= cost * (1 + 1e-9)
+
+
+def test_lines_that_the_solver_prints_are_dropped_and_others_are_kept(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    say = ctypes.CDLL(None).puts
+    say(b"before")
+    with without_stray_output():
+        say(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
+        os.write(1, b"of somebody else\n")
+    os.write(1, b"after\n")
+    assert capfd.readouterr().out.splitlines() == ["before", "of somebody else", "after"]

@@ -95,8 +95,10 @@ def _write_pictures(folder: Path, samples: Samples, count: int) -> Path:
 
 def test_a_run_writes_its_files_and_nothing_else(finished: Path) -> None:
     assert {path.name for path in finished.iterdir()} == {
+        "histograms.json",
         "model.safetensors",
         "plan.json",
+        "report.html",
         "report.json",
         "report.md",
         "sensitivity.json",

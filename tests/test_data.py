@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from PIL import Image
 
 from lampq.data import Preprocessing, Samples, gather, list_folder, read_folder, read_picture
 from lampq.errors import DataError
+from lampq.typed import preprocessing_with
 
 TINY = Preprocessing(mean=(0.5,) * 3, std=(0.25,) * 3, crop_pct=1.0, size=8)
 GREY = Preprocessing(mean=(0.5,), std=(0.25,), crop_pct=1.0, size=8)
@@ -171,6 +173,25 @@ def test_the_crop_fraction_cuts_the_border_away(tmp_path: Path) -> None:
     half = Preprocessing(mean=(0.5,) * 3, std=(0.25,) * 3, crop_pct=0.5, size=8)
     expected = torch.tensor([10, 20, 30], dtype=torch.uint8).view(3, 1, 1).expand(3, 8, 8)
     assert torch.equal(read_picture(tmp_path / "a.png", half), expected)
+
+
+def test_a_picture_of_the_input_size_is_taken_whole_unless_asked_otherwise(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (8, 8), (255, 255, 255))
+    picture.paste((10, 20, 30), (2, 2, 6, 6))
+    picture.save(tmp_path / "a.png")
+    how = Preprocessing(crop_pct=0.5, size=8)
+    whole = read_picture(tmp_path / "a.png", how)
+    assert torch.equal(whole, read_picture(tmp_path / "a.png", replace(how, crop_pct=1.0)))
+    assert whole[:, 0, 0].tolist() == [255, 255, 255]
+    again = read_picture(tmp_path / "a.png", replace(how, recrop=True))
+    assert again[:, 0, 0].float().mean() < 150
+
+
+def test_only_a_typed_crop_fraction_crops_again() -> None:
+    own = Preprocessing()
+    assert not preprocessing_with(own, "0.5", "0.5", None).recrop
+    assert preprocessing_with(own, None, None, 0.875).recrop
+    assert preprocessing_with(replace(own, recrop=True), None, None, None).recrop
 
 
 @pytest.mark.parametrize("size", [(5, 5), (300, 7), (7, 300), (224, 224), (1, 1)], ids=str)

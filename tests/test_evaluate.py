@@ -117,9 +117,9 @@ def test_a_run_from_the_middle_leaves_the_earlier_blocks_out(case: Case) -> None
 
 def test_no_more_is_kept_than_the_limit(case: Case) -> None:
     everything = PrefixCache(case.model, case.graph.blocks, case.samples)
-    size = sum(x.nbytes for part in everything._inputs for x in part.values())
+    size = sum(x.nbytes for x in everything._inputs.values())
     limited = PrefixCache(case.model, case.graph.blocks, case.samples, limit=size * 3 // 4)
-    kept = sum(x.nbytes for part in limited._inputs for x in part.values())
+    kept = sum(x.nbytes for x in limited._inputs.values())
     assert 0 < kept <= size * 3 // 4
 
 

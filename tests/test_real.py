@@ -43,6 +43,14 @@ def trained(real: Path) -> Real:
     return Real(model, samples, predict(model, samples))
 
 
+def test_the_pictures_reach_the_model_as_they_are(real: Path) -> None:
+    weights = real / "weights" / "vit_tiny_patch16_224.safetensors"
+    how = load_model("vit_tiny_patch16_224", weights).preprocessing
+    assert (how.mean, how.std) == (HOW.mean, HOW.std)
+    picture = next((real / "data" / "imagenet" / "val2000" / "images").iterdir())
+    assert torch.equal(read_picture(picture, how), read_picture(picture, HOW))
+
+
 def test_the_trained_model_recognises_real_images(trained: Real) -> None:
     # 75.5 percent are published for this model; three deviations on 100 images are 13 points
     labels = trained.samples.require_labels("a test")

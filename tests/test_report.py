@@ -99,6 +99,21 @@ def test_a_run_with_a_given_plan_reports_no_solver(vit: Case, done: Result) -> N
     assert report["solver"] == {"status": "plan given", "proven_optimal": False, "objective": None}
 
 
+def test_exchanges_are_reported_with_what_they_started_from(vit: Case, done: Result) -> None:
+    assert done.start in (done.uniform, done.allocation.plan)
+    first = report_of(done)["exchanges"][0]
+    moved = {name for name, bits in done.steps[0].plan.items() if bits != done.start[name]}
+    assert set(first["changes"]) == moved == {*first["widened"], *first["narrowed"]}
+    accepted = [step.score for step in done.steps if step.accepted]
+    # accepted steps beat the start in the order of their scores
+    scores = [done.calibration["start"].agreement, *accepted]
+    assert scores == sorted(set(scores))
+    still = quantize(
+        vit.original, vit.samples, method="minmax", choices=[2, 3, 4], bits=3, exchanges=0
+    )
+    assert (still.start, "start" in still.calibration) == (None, False)
+
+
 def test_mean_widths_are_over_parameters(vit: Case, done: Result) -> None:
     found = bits_json(done.model, done.plan, 3.0, 16)
     sizes = {layer.name: layer.n_params for layer in vit.graph.layers}

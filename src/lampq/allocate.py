@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +29,8 @@ from lampq.types import (
 
 Allocator = Callable[[CostTable, Budget], Allocation]
 TIME_LIMIT = 60.0
-
-
+# what some versions of HiGHS print although they are told to be silent
+STRAY_OUTPUT = b"HighsMipSolverData::"
 # the solver tells limits apart to about a millionth: they are counted in as many units at most
 UNITS = 200_000
 
@@ -212,17 +216,45 @@ def _solve(
     """The cheapest choice per unit of layers; choices dearer than the cost unit are left out."""
     n_units, n_choices = cost.shape
     one_each = np.kron(np.eye(n_units), np.ones((1, n_choices)))
-    return milp(
-        np.minimum(cost / unit, 1.0).ravel(),
-        integrality=np.ones(cost.size),
-        bounds=Bounds(0, (cost <= unit).ravel().astype(np.float64)),
-        constraints=LinearConstraint(
-            np.vstack([one_each, rows]),
-            np.append(np.ones(n_units), np.full(len(rows), -np.inf)),
-            np.ones(n_units + len(rows)),
-        ),
-        options={"time_limit": time_limit, "mip_rel_gap": 0.0},
-    )
+    with without_stray_output():
+        return milp(
+            np.minimum(cost / unit, 1.0).ravel(),
+            integrality=np.ones(cost.size),
+            bounds=Bounds(0, (cost <= unit).ravel().astype(np.float64)),
+            constraints=LinearConstraint(
+                np.vstack([one_each, rows]),
+                np.append(np.ones(n_units), np.full(len(rows), -np.inf)),
+                np.ones(n_units + len(rows)),
+            ),
+            options={"time_limit": time_limit, "mip_rel_gap": 0.0},
+        )
+
+
+@contextmanager
+def without_stray_output() -> Iterator[None]:
+    """Keep the solver's own lines off standard output, which may be read by a program.
+
+    HiGHS prints some from C whatever its options say (jump-dev/HiGHS.jl, issue 312). What anything
+    else writes meanwhile is passed on.
+    """
+    try:
+        original = os.dup(1)
+    except OSError:  # no standard output
+        yield
+        return
+    flush = ctypes.CDLL(None).fflush if os.name == "posix" else lambda _all: None
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 1)
+        try:
+            yield
+        finally:
+            flush(None)
+            os.dup2(original, 1)
+            os.close(original)
+            caught.seek(0)
+            for line in caught:
+                if not line.startswith(STRAY_OUTPUT):
+                    os.write(1, line)
 
 
 def allocate_uniform(costs: CostTable, budget: Budget) -> Allocation:

@@ -19,12 +19,17 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """How a picture becomes network input: resize, centre crop, scale to 0..1, normalise."""
+    """How a picture becomes network input: resize, centre crop, scale to 0..1, normalise.
+
+    A picture that has the input size already is taken whole, unless ``recrop`` is set: it has been
+    cropped before, and a second crop would cost accuracy.
+    """
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     crop_pct: float = 0.875
     size: int = 224
+    recrop: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.crop_pct <= 1:
@@ -182,6 +187,8 @@ def read_picture(path: Path, how: Preprocessing) -> Tensor:
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
         raise DataError(f"cannot read picture {str(path)!r}: {error}") from error
     edge = math.floor(how.size / how.crop_pct)
+    if picture.size == (how.size, how.size) and not how.recrop:
+        edge = how.size
     short = min(picture.size)
     if short != edge:
         width, height = (int(side * edge / short) for side in picture.size)

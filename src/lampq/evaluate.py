@@ -126,28 +126,37 @@ class PrefixCache:
         limit: int = 1_500_000_000,
     ) -> None:
         self.blocks, self.samples, self.batch = tuple(blocks), samples, batch
-        self._inputs: list[dict[int, Tensor]] = []
-        logits = []
-        stride = 1
+        # one array per block: pieces of the passes themselves would leave the heap in fragments
+        self._inputs: dict[int, Tensor] = {}
+        logits: list[Tensor] = []
         with recording(reference, list(blocks)) as seen:
             for number, (images, _) in enumerate(samples.batches(batch)):
                 seen.clear()
                 logits.append(reference(images))
-                inputs = {i: seen[name][0] for i, name in enumerate(blocks)}
+                inputs = [seen[name][0] for name in blocks]
                 if number == 0:
-                    size = sum(x.numel() * x.element_size() for x in inputs.values())
-                    stride = math.ceil(size * (len(samples) / len(images)) / limit)
-                self._inputs.append({i: x for i, x in inputs.items() if i % stride == 0})
+                    per_image = [x.numel() * x.element_size() / len(images) for x in inputs]
+                    stride = math.ceil(sum(per_image) * len(samples) / limit)
+                    for i in range(0, len(blocks), max(1, stride)):
+                        rows = len(inputs[i]) // len(images) * len(samples)
+                        self._inputs[i] = inputs[i].new_empty(rows, *inputs[i].shape[1:])
+                for i, stored in self._inputs.items():
+                    stored[self._rows(i, number)] = inputs[i]
         self.logits = torch.cat(logits)
         if not self._is_chain(reference):
-            self._inputs = [{} for _ in self._inputs]
+            self._inputs.clear()
+
+    def _rows(self, block: int, number: int) -> slice:
+        """Where the input of a block for one batch of images is stored."""
+        size = len(self._inputs[block]) // len(self.samples) * self.batch
+        return slice(number * size, (number + 1) * size)
 
     def _is_chain(self, reference: nn.Module) -> bool:
         """Whether running one image from every stored block gives the whole model's answer."""
         image = self.samples.inputs(slice(0, 1))
-        for start, stored in self._inputs[0].items():
+        for start, stored in self._inputs.items():
             with _starting_at(reference, self.blocks, start) as inject:
-                inject.stored = stored[: len(stored) // min(self.batch, len(self.samples))]
+                inject.stored = stored[: len(stored) // len(self.samples)]
                 try:
                     logits = reference(image)
                 except RuntimeError:
@@ -160,11 +169,11 @@ class PrefixCache:
         self, model: nn.Module, first: int, *, grad: bool = False
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Logits and labels, batch by batch, of a model that differs from block ``first`` on."""
-        start = max((i for i in self._inputs[0] if i <= first), default=None)
+        start = max((i for i in self._inputs if i <= first), default=None)
         with _starting_at(model, self.blocks, start) as inject:
             for number, (images, labels) in enumerate(self.samples.batches(self.batch)):
                 if start is not None:
-                    inject.stored = self._inputs[number][start]
+                    inject.stored = self._inputs[start][self._rows(start, number)]
                 with torch.set_grad_enabled(grad):
                     logits = model(images)
                 yield logits, labels

@@ -54,7 +54,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A quantized model, its plan, and how they came about."""
+    """A quantized model, its plan, and how they came about.
+
+    ``start`` is the plan that the exchanges started from; None where none was tried.
+    """
 
     model: nn.Module
     plan: BitPlan
@@ -70,6 +73,7 @@ class Result:
     calibration: Mapping[str, Quality]
     notices: tuple[str, ...]
     reconstruction: Reconstruction | None = None
+    start: BitPlan | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the packed checkpoint, atomically."""
@@ -233,6 +237,7 @@ def _quantize(
     sensitivity: Sensitivity | None = None
     allocation: Allocation | None = None
     steps: tuple[Step, ...] = ()
+    start: BitPlan | None = None
     if given is not None:
         plan = given_plan(graph, given)
         notices += [f"the given plan {complaint}" for complaint in budget.complaints(plan)]
@@ -253,6 +258,8 @@ def _quantize(
             "uniform": scorer.quality(uniform),
             "mixed": scorer.quality(plan),
         }
+        if start is not None and steps:
+            calibration["start"] = scorer.quality(start)
     final = fits.assembled(plan)
     run.on_plan(plan, final)
     reconstruction = None
@@ -279,6 +286,7 @@ def _quantize(
         calibration,
         (),
         reconstruction,
+        start if steps else None,
     )
 
 

@@ -31,6 +31,8 @@ from lampq.report import (
     sensitivity_json,
     uniform_bytes,
 )
+from lampq.report.folder import files_of, write_page
+from lampq.report.histograms import histograms_json
 from lampq.scoring import Run
 from lampq.types import BitPlan, LayerBits
 from lampq.version import __version__
@@ -199,6 +201,10 @@ def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[s
         },
     )
     write_atomically(out / "report.md", report_markdown(report, result.plan).encode())
+    write_atomically(
+        out / "histograms.json", json.dumps(histograms_json(result.fits, result.plan)).encode()
+    )
+    write_page(out, files_of(out, report))
     _dump(out / "report.json", report)
     shutil.rmtree(work, ignore_errors=True)
     return report, result

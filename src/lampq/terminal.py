@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,16 +29,26 @@ T = TypeVar("T")
 NAMES = ("method", "plan", "reconstruct")
 
 
-class TerminalProgress(Progress):
-    """Bars with time left on standard error."""
+# seconds between two lines of progress in a log
+LOG_EVERY = 60.0
 
-    def __init__(self, console: Console, *, quiet: bool) -> None:
+
+class TerminalProgress(Progress):
+    """Bars with time left on standard error; where that is no terminal, a line now and then."""
+
+    def __init__(
+        self, console: Console, *, quiet: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__()
-        self.console, self.quiet = console, quiet
+        self.console, self.quiet, self.clock = console, quiet, clock
+        self._said = clock()
 
     def track(self, items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-        if self.quiet or not self.console.is_terminal:
+        if self.quiet:
             yield from items
+            return
+        if not self.console.is_terminal:
+            yield from self._logged(items, label, total)
             return
         columns = (
             SpinnerColumn(),
@@ -54,9 +65,29 @@ class TerminalProgress(Progress):
                 yield item
                 bar.advance(task)
 
+    def _logged(self, items: Iterable[T], label: str, total: int | None) -> Iterator[T]:
+        start = self.clock()
+        for done, item in enumerate(items, 1):
+            yield item
+            now = self.clock()
+            if now - self._said < LOG_EVERY:
+                continue
+            self._said = now
+            passed = now - start
+            if total is None:
+                self.note(f"{label}: {done} done in {_minutes(passed)}")
+            else:
+                left = passed / done * (total - done)
+                self.note(f"{label}: {done} of {total}, about {_minutes(left)} left")
+
     def note(self, message: str) -> None:
         if not self.quiet:
             self.console.print(message, highlight=False)
+
+
+def _minutes(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02d}"
 
 
 def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
@@ -93,7 +124,8 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
     console.print(plan_table(plan))
     # a path is one word, also where it is longer than the line
     for name, files in (
-        ("report", "report.md"),
+        ("report", "report.html"),
+        ("      ", "report.md"),
         ("      ", "report.json"),
         ("model ", "model.safetensors"),
     ):

@@ -105,4 +105,5 @@ def preprocessing_with(
         std=stretched(numbers(std, "std", float), own.std),
         crop_pct=own.crop_pct if crop_pct is None else crop_pct,
         size=own.size,
+        recrop=own.recrop if crop_pct is None else True,
     )

@@ -174,13 +174,27 @@ def test_fisher_weights_average_to_one(vit: Case) -> None:
 
 def test_pictures_are_shown_cropped_and_mirrored_or_as_they_are() -> None:
     images = torch.arange(2 * 3 * 8 * 8).view(2, 3, 8, 8).float()
-    samples, index = Samples(images), torch.tensor([1, 0])
-    assert torch.equal(shown(samples, index, 1.0, mirror=False), images[index])
-    torch.manual_seed(0)
-    views = [shown(samples, index[:1], 1.0, mirror=True)[0] for _ in range(20)]
+    assert torch.equal(shown(images, [0, 1], 1.0, mirror=False), images)
+    views = [shown(images[1:], [seed], 1.0, mirror=True)[0] for seed in range(20)]
     mirrored = [torch.equal(view, images[1].flip(-1)) for view in views]
     assert all(m or torch.equal(v, images[1]) for m, v in zip(mirrored, views, strict=True))
     assert 0 < sum(mirrored) < 20
-    cropped = shown(samples, index, 0.3, mirror=False)
+    cropped = shown(images, [0, 1], 0.3, mirror=False)
     assert cropped.shape == images.shape
-    assert not torch.equal(cropped, images[index])
+    assert not torch.equal(cropped, images)
+    assert torch.equal(shown(images, [0, 1], 0.3, mirror=False), cropped)
+    assert not torch.equal(shown(images, [2, 3], 0.3, mirror=False), cropped)
+
+
+def test_the_float_model_answers_each_view_once(vit: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    views = []
+    answers = Distill._answers
+
+    def counted(self: Distill, job: Finish, view: int) -> Tensor:
+        views.append(view)
+        return answers(self, job, view)
+
+    monkeypatch.setattr(Distill, "_answers", counted)
+    job = job_of(vit)
+    Distill(iterations=6 * (len(job.samples) // 4), batch=4, views=2)(job)
+    assert views == [0, 1]

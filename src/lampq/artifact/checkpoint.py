@@ -172,7 +172,11 @@ class Header:
         if fields is None:
             return None
         return Preprocessing(
-            tuple(fields["mean"]), tuple(fields["std"]), fields["crop_pct"], fields["size"]
+            tuple(fields["mean"]),
+            tuple(fields["std"]),
+            fields["crop_pct"],
+            fields["size"],
+            fields.get("recrop", True),  # files of before there was a choice
         )
 
     def layers(self) -> Iterable[tuple[LayerSpec, LayerBits]]:
@@ -185,13 +189,26 @@ class Header:
 
 
 def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
-    """Header and tensors of a checkpoint, with its version checked."""
+    """Header and tensors of a checkpoint, with its version and its digest checked."""
+    header = read_header(path)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FormatError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
+    content = header.content
+    if content["format_version"] > 1 and content.get("digest") != digest(content, tensors):
+        raise FormatError(f"{str(path)!r} was changed after lampq wrote it, or is damaged")
+    return header, tensors
+
+
+def read_header(path: Path) -> Header:
+    """The header of a checkpoint, with its version checked; no tensor is read."""
     if not path.is_file():
         raise FormatError(f"no checkpoint {str(path)!r}")
     try:
         with safe_open(path, framework="pt") as opened:
             metadata = opened.metadata() or {}
-            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise FormatError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
     if KEY not in metadata:
@@ -211,8 +228,6 @@ def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
             f"{str(path)!r} has format version {version}, this lampq reads up to "
             f"{FORMAT_VERSION}: install a newer lampq"
         )
-    if version > 1 and content.get("digest") != digest(content, tensors):
-        raise FormatError(f"{str(path)!r} was changed after lampq wrote it, or is damaged")
     header = Header(content)
     try:
         named = isinstance(header.source.name, str) and isinstance(content["matmuls"], dict)
@@ -220,7 +235,7 @@ def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
             raise FormatError(f"the header of {str(path)!r} names no model or no layers")
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise FormatError(f"the header of {str(path)!r} cannot be read: {error!r}") from error
-    return header, tensors
+    return header
 
 
 def load_checkpoint(path: Path, model: nn.Module | None = None) -> nn.Module:

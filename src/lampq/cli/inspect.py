@@ -1,4 +1,4 @@
-"""lampq eval and lampq show."""
+"""lampq eval, lampq show and lampq report."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lampq.data import list_folder
 from lampq.errors import ConfigError
 from lampq.evaluate import interval95
 from lampq.models import preprocessing_of
+from lampq.report.folder import remake_page
 from lampq.runfolder import check_labels, score
 from lampq.runtime import check_runtime, load
 from lampq.terminal import TerminalProgress, plan_table
@@ -106,3 +107,19 @@ def show_command(
         f"{codes / 1e6:.3f} MB of codes, {len(header.content['matmuls'])} quantized matmuls",
         highlight=False,
     )
+
+
+@app.command("report")
+@guarded
+def report_command(
+    folder: Annotated[Path, typer.Argument(help="folder of a finished run")],
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--with", help="another run of the model, to show its score; repeatable"),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print nothing")] = False,
+) -> None:
+    """Make report.html of a run again, from the files in its folder."""
+    path = remake_page(folder, tuple(others or ()))
+    if not quiet:
+        print(f"report {path}")

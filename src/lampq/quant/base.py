@@ -45,6 +45,11 @@ class Quantizer(nn.Module, ABC):
         """The same as ``decode(encode(x))``, without leaving floating point."""
         return self._value(self._round(x))
 
+    @property
+    def lift(self) -> Tensor | float:
+        """How much larger a decoded value is than the input that it stands for."""
+        return 0.0
+
     def options(self) -> dict[str, Any]:
         """What, besides bits and buffers, is needed to build the quantizer again."""
         return {}

@@ -78,6 +78,10 @@ class LogQuantizer(Quantizer):
     def n_codes(self) -> int:
         return int(2**self.bits) + (self.zero_code == "extra")
 
+    @property
+    def lift(self) -> Tensor | float:
+        return self.shift - self.offset
+
     def options(self) -> dict[str, Any]:
         return {
             "step": self.step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,7 +15,7 @@ from lampq.evaluate import interval95
 from lampq.finish import Reconstruction
 from lampq.pipeline import Result, packed
 from lampq.quant.modules import QuantLayer
-from lampq.types import BitPlan, CostTable
+from lampq.types import BitPlan, CostTable, Step
 
 STAGES = ("collect", "fit", "metric", "allocate", "refine", "reconstruct", "evaluate")
 REPORT_VERSION = 1
@@ -86,6 +86,36 @@ def reconstruction_json(done: Reconstruction | None) -> dict[str, Any] | None:
     return {**asdict(done), "kept": done.kept}
 
 
+def exchanges_json(start: BitPlan | None, steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """Every attempted exchange, with the widths it would change in the plan of its time."""
+    content = []
+    plan = start
+    for step in steps:
+        assert plan is not None, "exchanges start from a plan"
+        content.append(
+            {
+                "widened": list(step.widened),
+                "narrowed": list(step.narrowed),
+                "score": step.score,
+                "accepted": step.accepted,
+                "moved": step.moved,
+                "mean_weight_bits": step.plan.mean_weight_bits,
+                "mean_activation_bits": step.plan.mean_activation_bits,
+                "changes": {
+                    name: {
+                        "from": [plan[name].weight, plan[name].activation],
+                        "to": [bits.weight, bits.activation],
+                    }
+                    for name, bits in step.plan.items()
+                    if bits != plan[name]
+                },
+            }
+        )
+        if step.accepted:
+            plan = step.plan
+    return content
+
+
 def versions() -> dict[str, str]:
     """Versions of everything a number may depend on."""
     found = {"python": sys.version.split()[0], "platform": platform.platform()}
@@ -134,18 +164,7 @@ def build_report(
             "proven_optimal": allocation is not None and allocation.proven_optimal,
             "objective": None if allocation is None else allocation.objective,
         },
-        "exchanges": [
-            {
-                "widened": list(step.widened),
-                "narrowed": list(step.narrowed),
-                "score": step.score,
-                "accepted": step.accepted,
-                "moved": step.moved,
-                "mean_weight_bits": step.plan.mean_weight_bits,
-                "mean_activation_bits": step.plan.mean_activation_bits,
-            }
-            for step in result.steps
-        ],
+        "exchanges": exchanges_json(result.start, result.steps),
         "reconstruction": reconstruction_json(result.reconstruction),
         "seconds": {stage: float(seconds.get(stage, 0.0)) for stage in STAGES},
         "files": dict(files),
