@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,29 +12,49 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lampq import bench, quantize
+import lampq.cli
+from lampq import bench
 from lampq.bench import contenders, measure
 from lampq.bench.chart import chart
 from lampq.bench.measure import Ratio, in_turns
 from lampq.cli import app
+from lampq.data import Samples
 from lampq.errors import ConfigError, MissingDependencyError
 from lampq.graph.attention import explicit
 from lampq.graph.discover import discover
 from lampq.models import bundled_samples, load_model
-from lampq.types import LayerBits, LayerRole
+from lampq.report.folder import read_run
+from lampq.types import LayerRole
+
+
+def _few(split: Any) -> Samples:
+    return bundled_samples(split).subset(4, 0)
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed Swin, some layers at eight bits and some below."""
-    loaded = load_model("fashion_swin")
-    samples = bundled_samples("calib").subset(4, 0)
-    layers = discover(explicit(loaded.model)).allocatable
-    plan = {layer.name: LayerBits(8 if layer.role is LayerRole.FC1 else 4, 8) for layer in layers}
-    result = quantize(loaded.model, samples, plan=plan, method="minmax", profile="speed", bits=8)
-    path = tmp_path_factory.mktemp("bench") / "model.safetensors"
-    result.save(path)
-    return path
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the bundled Swin with a plan by hand, some layers below eight bits."""
+    out = tmp_path_factory.mktemp("bench") / "run"
+    layers = discover(explicit(load_model("fashion_swin").model)).allocatable
+    plan = {
+        layer.name: {"weight": 8 if layer.role is LayerRole.FC1 else 4, "activation": 8}
+        for layer in layers
+    }
+    by_hand = out.with_name("plan.json")
+    by_hand.write_text(json.dumps({"layers": plan}))
+    words = ["quantize", "fashion_swin", "--out", str(out), "--plan", str(by_hand), "--quiet"]
+    words += ["--method", "minmax", "--profile", "speed", "--bits", "8"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lampq.cli, "bundled_samples", _few)
+        found = CliRunner().invoke(app, words)
+    assert (found.exit_code, found.output) == (0, "")
+    return out
+
+
+@pytest.fixture
+def packed(folder: Path) -> Path:
+    """Its packed file."""
+    return folder / "model.safetensors"
 
 
 @pytest.fixture
@@ -173,6 +194,41 @@ def test_a_chart_is_drawn(form: str, start: bytes) -> None:
     assert len(content) > 5000
 
 
+def test_the_page_gets_the_time_of_the_fastest_runtime_on_the_fewest_threads() -> None:
+    one, two = rows(fp32=20.0, lampq=10.0), rows(fp32=12.0, lampq=6.0)
+    for row in two:
+        row["threads"] = 2
+    torch_rows = [{**row, "runtime": "torch", "milliseconds": 30.0} for row in (one[0], two[0])]
+    slower = [{**row, "runtime": "onnxruntime", "milliseconds": 25.0} for row in one]
+    found = {"clock": "cpu", "rows": [*two, *torch_rows, *slower, *one]}
+    assert bench.for_page(found) == {
+        "fp32": 30.0,
+        "mixed": 10.0,
+        "note": "CPU time in openvino on one thread; float32 is eager torch, "
+        "openvino takes 20 ms for it",
+    }
+    large = [{**row, "batch": 32} for row in found["rows"]]
+    assert bench.for_page({"clock": "cpu", "rows": large}) is None
+
+
+def test_the_command_fills_the_page_of_a_run_folder(
+    folder: Path, quick: None, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(folder, tmp_path / "run"))
+    words = ["--runtimes", "onnxruntime", "--batches", "1", "--rounds", "1", "--threads", "1"]
+    alone = CliRunner().invoke(app, ["bench", str(run / "model.safetensors"), *words, "--quiet"])
+    assert alone.exit_code == 0, alone.stderr
+    assert not (run / "speed.json").exists()
+    printed = CliRunner().invoke(app, ["bench", str(run), *words, "--json"])
+    assert printed.exit_code == 0, printed.stderr
+    times = {(row["runtime"], row["kind"]): row for row in json.loads(printed.stdout)["rows"]}
+    speed = read_run(run).speed
+    assert speed is not None
+    assert speed["mixed"] == times["onnxruntime", "lampq"]["milliseconds"]
+    assert speed["fp32"] == times["torch", "fp32"]["milliseconds"]
+    assert json.dumps(speed["note"])[1:-1] in (run / "report.html").read_text()
+
+
 def test_the_command_writes_numbers_and_pictures(packed: Path, quick: None, tmp_path: Path) -> None:
     words = ["bench", str(packed), "--runtimes", "onnxruntime", "--batches", "1", "--rounds", "1"]
     words += ["--threads", "1", "--out", str(tmp_path / "bench")]
@@ -189,6 +245,10 @@ def test_the_command_writes_numbers_and_pictures(packed: Path, quick: None, tmp_
     assert shown.exit_code == 0
     assert "1 image, 1 thread" in shown.stdout
     assert "x torch fp32" in shown.stdout
+    (tmp_path / "file").write_text("")
+    refused = CliRunner().invoke(app, [*words[:-1], str(tmp_path / "file")])
+    assert refused.exit_code == 2
+    assert refused.stderr.endswith("is a file, and the numbers go into a folder\n")
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ def test_the_deployed_form_is_scored(
 
 
 def test_a_plan_is_fitted_again_for_the_other_profile(run: Path) -> None:
-    found = Outcome("export", run, "--profile", "speed", "--images", "24")
+    words = ("export", run, "--profile", "speed", "--images", "24", "--quiet")
+    found = Outcome(*words)
     assert (found.code, found.err) == (0, "")
     assert "profile speed" in found.out
     assert "18 layers on integer kernels, 1 in float by design" in found.out
@@ -135,8 +136,10 @@ def test_a_plan_is_fitted_again_for_the_other_profile(run: Path) -> None:
         "model.safetensors",
         "model.onnx",
         "plan.json",
+        "histograms.json",
         "report.json",
         "report.md",
+        "report.html",
     }
     assert (run / "speed" / "plan.json").read_text() == (run / "plan.json").read_text()
     report = json.loads((run / "speed" / "report.json").read_text())
@@ -144,7 +147,7 @@ def test_a_plan_is_fitted_again_for_the_other_profile(run: Path) -> None:
     assert f"top-1 of this profile {report['scores']['mixed']['top1']:.2f} %" in found.out
     # it is there now, and is not fitted again
     before = (run / "speed" / "model.safetensors").stat().st_mtime_ns
-    assert Outcome("export", run, "--profile", "speed", "--images", "24").code == 0
+    assert Outcome(*words).code == 0
     assert (run / "speed" / "model.safetensors").stat().st_mtime_ns == before
 
 
@@ -164,7 +167,7 @@ def test_an_export_that_fails_leaves_nothing_on_disk(
     for name, value in patches.items():
         monkeypatch.setattr(lampq.verify, name, value)
     before = sorted(path.name for path in run.iterdir())
-    found = Outcome("export", run, "--images", "24", "--runtimes", "onnxruntime")
+    found = Outcome("export", run, "--images", "24", "--runtimes", "onnxruntime", "--quiet")
     assert found.code == 2
     assert found.out == ""
     assert_one_sentence(found.err, message)
@@ -194,6 +197,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "runtime": (["--runtimes", "tvm"], "lampq: unknown runtime 'tvm'"),
     "torch": (["--runtimes", "torch"], "lampq: an export is verified in onnxruntime or openvino"),
     "calibration": (["--calib", "/nowhere"], "lampq: no folder '/nowhere'"),
+    "name": (["--out", "model.bin"], "lampq: the file to write must be called like model.onnx, g"),
 }
 
 
@@ -215,7 +219,7 @@ def test_a_checkpoint_alone_is_exported_but_not_fitted_again(run: Path, tmp_path
     alone.parent.mkdir()
     shutil.copy(run / "model.safetensors", alone)
     out = tmp_path / "deploy" / "swin.onnx"
-    words = ("--images", "8", "--runtimes", "onnxruntime", "--out", out)
+    words = ("--images", "8", "--runtimes", "onnxruntime", "--out", out, "--quiet")
     found = Outcome("export", alone, *words)
     assert (found.code, found.err) == (0, "")
     assert out.is_file()
@@ -231,6 +235,13 @@ def test_calibration_pictures_that_are_gone_are_asked_for(run: Path) -> None:
     found = Outcome("export", run)
     assert found.code == 2
     assert_one_sentence(found.err, "lampq: the calibration pictures of the run are no longer in")
+
+
+def test_a_damaged_report_is_told(run: Path) -> None:
+    (run / "report.json").write_text("{")
+    found = Outcome("export", run)
+    assert found.code == 2
+    assert_one_sentence(found.err, r"lampq: '.*report\.json' is no JSON")
 
 
 def test_no_runtime_at_all_is_told(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

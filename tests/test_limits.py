@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lampq import quantize
 from lampq.allocate import allocate_ilp, allocate_random, check_feasible
 from lampq.config import make_config
+from lampq.data import Preprocessing
 from lampq.errors import BudgetError, ConfigError
 from lampq.limits import bops_limit, size_limit
 from lampq.methods import METHODS, FitCache, SiteWidths
@@ -24,32 +25,38 @@ from lampq.types import BitPlan, Budget, CostTable, LayerBits, LayerRole, LayerS
 
 CHOICES = tuple(LayerBits(b, b) for b in (1, 2, 3, 4, 8))
 USER = ModelSource("user", "Tiny", {})
+# numbers that take as many characters as numbers can
+LONG = Preprocessing((-1.2345678901234567e-05,) * 3, (1.2345678901234567e-05,) * 3, 1 / 3 * 0.1)
 
 
 def fits_of(case: Case, method: str, sites: SiteWidths) -> FitCache:
     return FitCache(case.model, case.graph, METHODS.get(method)(), case.stats, sites)
 
 
-@pytest.mark.parametrize("method", ["minmax", "adalog"])
-@pytest.mark.parametrize("matmul", [4, None])
+@pytest.mark.parametrize(
+    ("name", "method", "matmul"), [("swin", "minmax", 4), ("vit", "adalog", None)]
+)
 def test_the_bytes_of_a_limit_are_those_of_the_file(
-    case: Case, method: str, matmul: int | None
+    request: pytest.FixtureRequest, name: str, method: str, matmul: int | None
 ) -> None:
+    case: Case = request.getfixturevalue(name)
     fits = fits_of(case, method, SiteWidths(LayerBits(8, 8), matmul, rest=16))
     config = make_config({"method": method})
 
-    def write(plan: BitPlan) -> bytes:
-        return packed(fits.assembled(plan), USER, plan, config)
+    def write(plan: BitPlan, how: Preprocessing | None = None) -> bytes:
+        return packed(fits.assembled(plan), USER, plan, config, how)
 
     layers = fits.graph.allocatable
-    limit = size_limit(fits, write, CHOICES, 99_999)
+    choices = tuple(LayerBits(b, b) for b in (1, 4, 8))
+    limit = size_limit(fits, write, choices, 99_999)
     for seed in range(4):
         random = np.random.default_rng(seed)
-        widths = tuple(CHOICES[i] for i in random.integers(len(CHOICES), size=len(layers)))
+        widths = tuple(choices[i] for i in random.integers(len(choices), size=len(layers)))
         plan = BitPlan(layers, widths)
         # room for preprocessing, and for offsets of as many digits as the limit
         tensors = len(fits.assembled(plan).state_dict())
-        assert 0 <= limit.of(plan) - len(write(plan)) <= 176 + 6 * tensors
+        assert 0 <= limit.of(plan) - len(write(plan)) <= 264 + 6 * tensors
+        assert len(write(plan, LONG)) <= limit.of(plan)
 
 
 def test_bit_operations_are_multiplications_times_both_widths(vit: Case) -> None:

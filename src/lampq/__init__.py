@@ -44,7 +44,7 @@ def load(
     """The quantized model of a packed checkpoint, ready to run: images in, logits out.
 
     ``runtime`` is "torch", "onnxruntime" or "openvino"; the graph of the last two is built in
-    memory, or read from an exported ONNX file. ``threads`` are those of the runtime.
+    memory, or read from an exported ONNX file. ``threads`` are those of these two.
     ``model`` is the float architecture, needed only for classes that timm does not know.
     """
     from lampq.runtime import load as load_deployed

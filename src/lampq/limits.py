@@ -17,7 +17,7 @@ from lampq.methods import FitCache
 from lampq.types import MAX_BITS, BitPlan, LayerBits, Limit
 
 # the preprocessing that a checkpoint may carry, as JSON, and the padding of its header
-HEADER_ROOM = 168
+HEADER_ROOM = 256
 FLOAT_BITS = 32
 
 

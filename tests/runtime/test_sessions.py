@@ -57,7 +57,7 @@ def test_a_packed_file_gives_the_same_logits_in_every_runtime(
     vit: Case, packed: Path, runtime: str
 ) -> None:
     expected = lampq.load(packed, vit.original)(vit.samples.images)
-    model = lampq.load(packed, vit.original, runtime=runtime, threads=1)
+    model = lampq.load(packed, vit.original, runtime=runtime)
     for count in (1, 6, 1):
         logits = model(vit.samples.images[:count])
         assert isinstance(logits, torch.Tensor)
@@ -80,6 +80,14 @@ def test_an_onnx_file_is_loaded_too(vit: Case, exported: Path, runtime: str) -> 
 def test_an_onnx_file_is_not_for_torch(exported: Path) -> None:
     with pytest.raises(ConfigError, match="is an ONNX file, which torch does not run"):
         lampq.load(exported)
+
+
+def test_threads_are_for_runtimes_that_have_their_own(vit: Case, packed: Path) -> None:
+    for runtime in ENGINES:
+        session = lampq.load(packed, vit.original, runtime=runtime, threads=1)
+        assert session(vit.samples.images[:1]).shape == (1, 10)
+    with pytest.raises(ConfigError, match=r"leave threads out, and call torch\.set_num_threads"):
+        lampq.load(packed, vit.original, runtime="torch", threads=1)
 
 
 def test_an_unknown_runtime_is_told(packed: Path) -> None:
@@ -110,12 +118,14 @@ def test_a_missing_package_is_one_sentence_with_the_command(
 
 
 @pytest.mark.parametrize("runtime", ENGINES)
-@pytest.mark.parametrize("shape", [(2, 3, 16, 32), (2, 1, 32, 32), (3, 32, 32)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 16, 32), (2, 1, 32, 32), (3, 32, 32), (0, 3, 32, 32)], ids=str
+)
 def test_images_of_another_shape_are_refused(
     exported: Path, runtime: str, shape: tuple[int, ...]
 ) -> None:
     session = lampq.load(exported, runtime=runtime)
-    with pytest.raises(DataError, match=r"takes images of shape \(3, 32, 32\), got"):
+    with pytest.raises(DataError, match=r"one or more images of shape \(3, 32, 32\), got a ten"):
         session(torch.zeros(shape))
 
 

@@ -27,6 +27,7 @@ from lampq.errors import ConfigError
 from lampq.export import IMAGES, Export, check_runtimes, export_onnx, profile_of
 from lampq.models import preprocessing_of
 from lampq.progress import Progress
+from lampq.report.folder import read_report, remake_page
 from lampq.runfolder import Job, fingerprint_of, open_work, read_plan, run_job
 from lampq.terminal import TerminalProgress, print_bench
 from lampq.typed import names, numbers
@@ -47,13 +48,8 @@ class Source:
         """A run folder, or a checkpoint in or outside one."""
         checkpoint = path / "model.safetensors" if path.is_dir() else path
         header, _ = read_checkpoint(checkpoint)
-        beside = checkpoint.parent / "report.json"
-        report = None
-        if beside.is_file():
-            try:
-                report = json.loads(beside.read_text(encoding="utf-8"))
-            except ValueError:
-                report = None
+        folder = checkpoint.parent
+        report = read_report(folder) if (folder / "report.json").is_file() else None
         return cls(checkpoint, header, report)
 
     def given(self, key: str) -> Path | None:
@@ -112,6 +108,8 @@ def export_command(
         raise ConfigError(f"unknown profile {profile!r}; known: {', '.join(PROFILES)}")
     if images < 1:
         raise ConfigError(f"images must be at least 1, got {images}")
+    if out is not None and (out.suffix != ".onnx" or out.is_dir()):
+        raise ConfigError(f"the file to write must be called like model.onnx, got {str(out)!r}")
     engines = check_runtimes(names(runtimes, "runtimes"))
     source = Source.of(run)
     folder = source.calibration(calib)
@@ -200,7 +198,10 @@ def bench_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
 ) -> None:
-    """Measure size and speed against torch and the runtimes' own forms."""
+    """Measure size and speed against torch and the runtimes' own forms.
+
+    In the folder of a finished run the time for one image goes to speed.json and to its page.
+    """
     how = bench.settings(
         names(runtimes, "runtimes"),
         batches=numbers(batches, "batches", int),
@@ -210,6 +211,8 @@ def bench_command(
     )
     if out is not None:
         require_matplotlib()
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"{str(out)!r} is a file, and the numbers go into a folder")
     source = Source.of(run)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
     found = bench.bench(source.checkpoint, how, progress)
@@ -221,3 +224,7 @@ def bench_command(
         print(json.dumps(found, indent=2))
     else:
         print_bench(found, out)
+    speed = bench.for_page(found)
+    if speed is not None and run.is_dir() and source.report is not None:
+        write_atomically(run / "speed.json", (json.dumps(speed, indent=2) + "\n").encode())
+        remake_page(run)

@@ -57,9 +57,14 @@ def load(
 
     A packed checkpoint is unpacked and its graph is built in memory. An ONNX file is for the
     runtimes other than torch. ``model`` is the float architecture, needed only for classes that
-    timm does not know.
+    timm does not know. The threads of torch belong to the process and not to a model.
     """
     check_runtime(runtime)
+    if runtime == "torch" and threads is not None:
+        raise ConfigError(
+            "torch has one number of threads for the whole process: leave threads out, and call "
+            "torch.set_num_threads"
+        )
     if path.suffix == ".onnx":
         if runtime == "torch":
             raise ConfigError(

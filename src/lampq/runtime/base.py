@@ -38,9 +38,10 @@ class Session(ABC):
         if len(self.shapes) != 1:
             raise ExportError(f"the graph has {len(self.shapes)} inputs, and images are one")
         ((name, shape),) = self.shapes.items()
-        if images.ndim != len(shape) or tuple(images.shape[1:]) != shape[1:]:
+        if images.ndim != len(shape) or tuple(images.shape[1:]) != shape[1:] or not len(images):
             raise DataError(
-                f"the model takes images of shape {shape[1:]}, got {tuple(images.shape[1:])}"
+                f"the model takes one or more images of shape {shape[1:]}, got a tensor of shape "
+                f"{tuple(images.shape)}"
             )
         values = images.detach().cpu().numpy().astype(np.float32, copy=False)
         (logits,) = self.run({name: values}).values()

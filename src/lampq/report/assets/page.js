@@ -61,7 +61,7 @@ function bitsCard() {
 function speedCard() {
   const speed = RUN.speed;
   if (!speed) {
-    return card("Speed", null, "This model runs in torch, which decodes the codes: a small file, but no faster.", []);
+    return card("Speed", null, "Not measured yet: lampq bench with this run folder fills this in.", []);
   }
   const time = (value) => `${short(value)} ms`;
   const rows = [["uniform", speed.uniform], ["float32", speed.fp32]]
