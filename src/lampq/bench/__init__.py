@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ import torch
 from lampq.artifact.checkpoint import Header, load_checkpoint, read_checkpoint
 from lampq.artifact.onnx.families import input_size
 from lampq.bench.contenders import Contender, Contest
-from lampq.bench.measure import Clock, Ratio, in_turns
+from lampq.bench.measure import CLOCKS, Clock, Ratio, in_turns
 from lampq.errors import ConfigError
+from lampq.export import profile_of
 from lampq.progress import Progress
 from lampq.runtime import check_runtime, installed
 from lampq.runtime import load as load_deployed
@@ -25,6 +25,8 @@ from lampq.verify import version_of
 
 BENCH_VERSION = 1
 WIDE = MAX_BITS
+# ratios of rounds that are further apart than this were measured on a busy machine
+UNSTEADY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def bench(path: Path, how: Settings, progress: Progress | None = None) -> dict[s
     before = torch.get_num_threads()
     rows: list[dict[str, Any]] = []
     try:
-        seconds = {name: _loading(path, name) for name in how.runtimes}
+        seconds = {name: _loading(path, name, CLOCKS[how.clock]) for name in how.runtimes}
         contest = Contest(quantized, plain, size, how.runtimes)
         for threads in how.threads:
             contenders = contest.contenders(threads)
@@ -81,6 +83,7 @@ def bench(path: Path, how: Settings, progress: Progress | None = None) -> dict[s
         "bench_version": BENCH_VERSION,
         "file": str(path),
         "model": header.source.name,
+        "profile": profile_of(header),
         "processor": processor(),
         "cores": os.cpu_count(),
         "versions": {
@@ -97,12 +100,12 @@ def bench(path: Path, how: Settings, progress: Progress | None = None) -> dict[s
     return {**found, "remarks": remarks(found)}
 
 
-def _loading(path: Path, runtime: str) -> float:
+def _loading(path: Path, runtime: str, now: Callable[[], float]) -> float:
     """Seconds from the packed file to a session, the runtime itself already loaded."""
     load_deployed(path, runtime, threads=1)
-    start = time.perf_counter()
+    start = now()
     load_deployed(path, runtime, threads=1)
-    return time.perf_counter() - start
+    return now() - start
 
 
 def _sizes(path: Path, header: Header, parameters: int) -> dict[str, Any]:
@@ -216,7 +219,17 @@ def remarks(found: dict[str, Any]) -> list[str]:
             f"as 8-bit integers: their widths make the file smaller ({size['bytes'] / 1e6:.3g} "
             f"instead of {size['bytes_at_8_bits'] / 1e6:.3g} MB), not faster."
         )
+    if found["profile"] == "accuracy":
+        said.append(
+            "The model is quantized for accuracy: what integer kernels cannot do runs in float. "
+            "The plan in a faster form: lampq export RUN --profile speed."
+        )
     said += [_against(row, found["rows"]) for row in mine]
+    if any(row["against_torch"]["high"] > UNSTEADY * row["against_torch"]["low"] for row in mine):
+        said.append(
+            f"The ratio to torch changed by more than a factor of {UNSTEADY} between rounds: the "
+            "machine is busy. Measure again, or take --clock cpu --threads 1."
+        )
     said += [f"Not measured: {reason}." for reason in found["missing"]]
     return [sentence for sentence in said if sentence]
 

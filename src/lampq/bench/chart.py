@@ -82,8 +82,9 @@ def _speeds(
     panel.set_yticks(range(len(names)), [" ".join(name) if first else "" for name in names])
     panel.invert_yaxis()
     panel.axvline(1, color="#333333", linewidth=0.6, linestyle=":")
-    for place, value in enumerate(values):
-        panel.text(0, place, f" {value:.2f}", va="center", fontsize=8, color="white")
+    for place, (name, value) in enumerate(zip(names, values, strict=True)):
+        panel.text(rows[name]["high"], place, f" {value:.2f}", va="center", fontsize=8)
+    panel.set_xlim(0, 1.25 * max(rows[name]["high"] for name in names))
     _tidy(panel)
 
 

@@ -12,9 +12,9 @@ from lampq.progress import Progress
 
 Clock = Literal["wall", "cpu"]
 CLOCKS: dict[Clock, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-WARM_UP = 2
-# a turn is long enough to be timed: at least this many seconds, and not more runs than that
-TURN, RUNS = 0.05, 20
+WARM_UP = 3
+# a turn is long enough to be timed: about so many seconds, but at least and at most so many runs
+TURN, LEAST, MOST = 0.05, 2, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +47,21 @@ def in_turns(
     now = CLOCKS[clock]
     runs = {}
     for name, run in contenders.items():
-        for _ in range(WARM_UP):
-            start = now()
-            run()
-            taken = now() - start
-        runs[name] = max(1, min(RUNS, round(TURN / max(taken, 1e-6))))
+        runs[name] = max(LEAST, min(MOST, round(TURN / _shortest(run, WARM_UP, now))))
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in (progress or Progress()).track(range(rounds), label, rounds):
         place = number % len(names)
         for name in (*names[place:], *names[:place]):
-            best = float("inf")
-            for _ in range(runs[name]):
-                start = now()
-                contenders[name]()
-                best = min(best, now() - start)
-            times[name].append(max(best, 1e-9))
+            times[name].append(_shortest(contenders[name], runs[name], now))
     return times
+
+
+def _shortest(run: Callable[[], object], count: int, now: Callable[[], float]) -> float:
+    """Seconds of the shortest of some runs."""
+    taken = []
+    for _ in range(count):
+        start = now()
+        run()
+        taken.append(now() - start)
+    return max(min(taken), 1e-9)
