@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,11 @@ def test_what_is_not_quantized_counts_at_32_bits(vit: Case) -> None:
     pictures = 16 * (3 * 8 * 8) * 24 * 8 * 32
     head, products = 24 * 10 * 64, 2 * 2 * 17 * 17 * 24 * 16
     assert bops_limit(fits, vit.samples, CHOICES, 1).fixed == pictures + head + products
+    in_float = FitCache(
+        vit.model, replace(vit.graph, matmuls=()), METHODS.get("adalog")(), vit.stats, fits.sites
+    )
+    expected = pictures + head + products // 16 * 32 * 32
+    assert bops_limit(in_float, vit.samples, CHOICES, 1).fixed == expected
 
 
 def table(seed: int, layers: int = 5) -> CostTable:

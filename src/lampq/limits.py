@@ -13,6 +13,7 @@ from lampq.artifact.checkpoint import KEY
 from lampq.artifact.pack import packed_size
 from lampq.calibrate import recording, tokens_of
 from lampq.data import Samples
+from lampq.graph.attention import MatMul
 from lampq.methods import FitCache
 from lampq.types import MAX_BITS, BitPlan, LayerBits, Limit
 
@@ -96,18 +97,19 @@ def mean_within(limit: Limit, fits: FitCache, choices: tuple[LayerBits, ...]) ->
 
 @torch.no_grad()
 def _multiplications(fits: FitCache, samples: Samples) -> dict[str, int]:
-    """Multiplications of every site for one image."""
+    """Multiplications of every layer and attention product for one image."""
     graph, model = fits.graph, fits.model
-    names = [layer.name for layer in graph.layers] + [site.name for site in graph.matmuls]
-    with recording(model, names) as seen:
+    layers = [layer.name for layer in graph.layers]
+    products = [name for name, module in model.named_modules() if isinstance(module, MatMul)]
+    with recording(model, [*layers, *products]) as seen:
         model(samples.inputs(slice(0, 1)))
         counted = {}
         for layer in graph.layers:
             module: nn.Module = model.get_submodule(layer.name)
             counted[layer.name] = len(tokens_of(module, seen[layer.name][0])) * layer.n_params
-        for site in graph.matmuls:
-            left, right = seen[site.name]
-            counted[site.name] = left.numel() * right.shape[-1]
+        for name in products:
+            left, right = seen[name]
+            counted[name] = left.numel() * right.shape[-1]
     return counted
 
 
@@ -131,7 +133,8 @@ def bops_limit(
         quantizer = fits.layer(layer.name, sites.edge).input_quantizer
         inputs = FLOAT_BITS if quantizer is None else quantizer.bits
         fixed += counted[layer.name] * sites.edge.weight * inputs
-    for site in graph.matmuls:
+    quantized = {site.name for site in graph.matmuls}
+    for name in counted.keys() - {layer.name for layer in graph.layers}:
         assert sites.matmul is not None, "checked by the configuration"
-        fixed += counted[site.name] * sites.matmul**2
+        fixed += counted[name] * (sites.matmul if name in quantized else FLOAT_BITS) ** 2
     return Limit("BOPs", most, amounts, fixed)
