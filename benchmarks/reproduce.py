@@ -18,6 +18,7 @@ from rows import Row, command_line, compute, read, spread
 
 from lampq.allocate import random_plan
 from lampq.artifact.fits import FitFolder
+from lampq.artifact.states import StateFolder
 from lampq.config import make_config
 from lampq.data import Samples
 from lampq.evaluate import divergence, predict, top1
@@ -61,7 +62,12 @@ class Bench:
         shared = (config.method, config.preset, config.fit_inputs, str(config.seed))
         folder = self.work / " ".join(shared)
         folder.mkdir(parents=True, exist_ok=True)
-        run = Run(progress, Journal(folder / "journal.jsonl"), FitFolder(folder / "fits"))
+        run = Run(
+            progress,
+            Journal(folder / "journal.jsonl"),
+            FitFolder(folder / "fits"),
+            states=StateFolder(folder / f"states {config.reconstruct} {config.bits:g}"),
+        )
         result = quantize(self.loaded.model, self.calibration, config=config, run=run)
         return result, progress
 
@@ -82,15 +88,16 @@ def uniform(bench: Bench, method: str, bits: int, seed: int, inputs: str = "publ
     return {**bench.score(result.model), "seconds": sum(progress.seconds.values())}
 
 
-def mixed(bench: Bench, preset: str, bits: int, seed: int) -> Row:
+def mixed(bench: Bench, preset: str, bits: int, seed: int, reconstruct: str | None = None) -> Row:
     """A preset's plan, and for `best` the uniform plan of the same options.
 
-    For `paper` that is the row of the uniform method.
+    For `paper` that is the row of the uniform method. With a reconstruction only the mixed plan.
     """
-    result, progress = bench.run(preset=preset, bits=bits, seed=seed)
+    result, progress = bench.run(preset=preset, bits=bits, seed=seed, reconstruct=reconstruct)
+    alone = preset == "best" and reconstruct is None
     return {
         **bench.score(result.model),
-        **({"uniform": bench.score(result.uniform_model())} if preset == "best" else {}),
+        **({"uniform": bench.score(result.uniform_model())} if alone else {}),
         "calibration_kl": {k: -q.agreement for k, q in result.calibration.items()},
         "mean_weight_bits": result.plan.mean_weight_bits,
         "mean_activation_bits": result.plan.mean_activation_bits,
@@ -136,6 +143,11 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
                     f"{preset} {bits} seed {seed}",
                     partial(mixed, bench, preset, bits, seed),
                 )
+    for bits in (3, 4):
+        yield (
+            f"best distilled {bits} seed 0",
+            partial(mixed, bench, "best", bits, 0, "distill"),
+        )
     yield from randoms(bench, 3, 10)
     for seed in (1, 2):
         for bits in (4, 3):

@@ -344,6 +344,9 @@ def test_plans_change_only_how_widths_are_found() -> None:
         assert sharing_key(config) == sharing_key(make_config({"preset": "paper", "bits": 3}))
         if trial.plan == "lampq":
             assert config == make_config({"preset": "paper", "bits": 3})
+        elif trial.plan.endswith("+exchanges"):
+            metric = trial.plan.removesuffix("+exchanges")
+            assert config == make_config({"preset": "paper", "bits": 3, "metric": metric})
         else:
             assert (config.exchanges, config.fallback) == (0, "none")
         assert (config.choices == (3,)) == (trial.plan == "uniform")

@@ -98,6 +98,22 @@ def recording(model: nn.Module, names: list[str]) -> Iterator[dict[str, tuple[Te
 
 
 @contextmanager
+def recording_outputs(model: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    """Outputs of the named modules in the last forward pass, of those that give a tensor."""
+    seen: dict[str, Tensor] = {}
+
+    def attach(name: str) -> torch.utils.hooks.RemovableHandle:
+        def keep(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Any) -> None:
+            if isinstance(output, Tensor):
+                seen[name] = output
+
+        return model.get_submodule(name).register_forward_hook(keep)
+
+    with _hooked(names, attach):
+        yield seen
+
+
+@contextmanager
 def recording_gradients(model: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
     """Gradients at the outputs of the named modules in the last backward pass."""
     seen: dict[str, Tensor] = {}

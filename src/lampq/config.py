@@ -39,7 +39,7 @@ class RunConfig:
     # base method
     method: str = "adalog"
     rotation: Literal["none", "attention"] = "attention"
-    fit_images: int = 128
+    fit_images: int = 1024
     fit_tokens: Literal["uniform", "fisher"] = "fisher"
     fit_inputs: Literal["published", "float", "quantized"] = "published"
     search: Literal["fast", "exhaustive"] = "fast"
@@ -47,7 +47,7 @@ class RunConfig:
     onebit: Literal["adalog", "affine"] = "affine"
     fold: Literal["full", "searched"] = "searched"
     error: Literal["plain", "relative"] = "relative"
-    compensation: Literal["none", "gptq"] = "none"
+    compensation: Literal["none", "gptq"] = "gptq"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
     rest_bits: Literal[16, 32] = 16
@@ -203,6 +203,7 @@ PAPER: dict[str, Any] = {
     "fit_tokens": "uniform",
     "fold": "full",
     "error": "plain",
+    "compensation": "none",
     "onebit": "adalog",
     "edge_bits": "target",
     "rest_bits": 32,

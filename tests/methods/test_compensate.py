@@ -166,3 +166,18 @@ def test_quantized_inputs_that_never_change_leave_the_mean_output_exact() -> Non
     codes, moved = compensated_codes(weight, bias, inputs, quantized, grid)
     mean = (quantized @ grid.decode(codes).T + moved).mean(0)
     torch.testing.assert_close(mean, (inputs @ weight.T + bias).mean(0), rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_counts_as_often_as_its_share_says() -> None:
+    weight, bias, inputs = (tensor.double() for tensor in _layer(5))
+    quantized = inputs + 0.1 * inputs.roll(1, dims=0)  # no two channels of equal size
+    grid = per_row(weight, 3)
+    times = torch.arange(TOKENS) % 3  # a third of them not at all
+    shares = times.double() / times.double().mean()
+    codes, moved = compensated_codes(weight, bias, inputs, quantized, grid, shares)
+    often = torch.repeat_interleave(torch.arange(TOKENS), times)
+    expected, expected_moved = compensated_codes(
+        weight, bias, inputs[often], quantized[often], grid
+    )
+    assert torch.equal(codes, expected)
+    torch.testing.assert_close(moved, expected_moved)

@@ -8,14 +8,14 @@ import torch
 from conftest import Case, fits_of
 from torch import Tensor, nn
 
-from lampq.calibrate import recording
+from lampq.calibrate import recording, recording_outputs
 from lampq.data import Samples
 from lampq.evaluate import divergence, predict
 from lampq.quant.modules import QuantLayer, assemble
 from lampq.reconstruct import BlockRecipe, Distill, Finish, Finisher, Rates
 from lampq.reconstruct import feed as feeds
 from lampq.reconstruct.blocks import fisher_weights, tail
-from lampq.reconstruct.distill import shown
+from lampq.reconstruct.distill import mixed, shown
 from lampq.reconstruct.feed import Feed, room
 from lampq.reconstruct.trainable import trainable
 
@@ -172,29 +172,74 @@ def test_fisher_weights_average_to_one(vit: Case) -> None:
         assert float(weight.min()) >= 0.1
 
 
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def test_pictures_are_shown_cropped_and_mirrored_or_as_they_are() -> None:
     images = torch.arange(2 * 3 * 8 * 8).view(2, 3, 8, 8).float()
-    assert torch.equal(shown(images, [0, 1], 1.0, mirror=False), images)
-    views = [shown(images[1:], [seed], 1.0, mirror=True)[0] for seed in range(20)]
+    assert torch.equal(shown(images, 1.0, seeded(0), mirror=False), images)
+    views = [shown(images[1:], 1.0, seeded(seed), mirror=True)[0] for seed in range(20)]
     mirrored = [torch.equal(view, images[1].flip(-1)) for view in views]
     assert all(m or torch.equal(v, images[1]) for m, v in zip(mirrored, views, strict=True))
     assert 0 < sum(mirrored) < 20
-    cropped = shown(images, [0, 1], 0.3, mirror=False)
+    cropped = shown(images, 0.3, seeded(0), mirror=False)
     assert cropped.shape == images.shape
     assert not torch.equal(cropped, images)
-    assert torch.equal(shown(images, [0, 1], 0.3, mirror=False), cropped)
-    assert not torch.equal(shown(images, [2, 3], 0.3, mirror=False), cropped)
+    assert torch.equal(shown(images, 0.3, seeded(0), mirror=False), cropped)
+    assert not torch.equal(shown(images, 0.3, seeded(1), mirror=False), cropped)
 
 
-def test_the_float_model_answers_each_view_once(vit: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    views = []
-    answers = Distill._answers
+def test_mixed_pictures_are_blends_of_two_or_have_a_part_of_the_other() -> None:
+    images = torch.stack([torch.zeros(3, 8, 8), torch.ones(3, 8, 8)])
+    assert torch.equal(mixed(images, 0.0, seeded(0)), images)
+    blended, patched, whole = 0, 0, 0
+    for seed in range(60):
+        first, second = mixed(images, 0.8, seeded(seed))
+        for picture, own in ((first, 0.0), (second, 1.0)):
+            values = picture.unique().tolist()
+            if len(values) == 1 and 0 < values[0] < 1:
+                blended += 1
+            elif len(values) == 2:
+                assert values == [0, 1]
+                rows, columns = (picture[0] != own).nonzero(as_tuple=True)
+                box = picture[0, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+                assert bool((box != own).all())
+                patched += 1
+            else:
+                whole += 1
+    assert min(blended, patched, whole) > 10
 
-    def counted(self: Distill, job: Finish, view: int) -> Tensor:
-        views.append(view)
-        return answers(self, job, view)
 
-    monkeypatch.setattr(Distill, "_answers", counted)
+@pytest.mark.parametrize("features", [0.0, 2.0])
+def test_the_loss_is_divergence_and_relative_error_of_the_blocks(
+    case: Case, features: float
+) -> None:
+    torch.manual_seed(0)
+    job = job_of(case)
+    model = trainable(job.model, job.layers, job.matmuls)
+    images = job.samples.inputs(slice(0, 4))
+    blocks = list(case.graph.blocks)
+    with (
+        torch.no_grad(),
+        recording_outputs(job.model, blocks) as wanted,
+        recording_outputs(model, blocks) as found,
+    ):
+        expected = divergence(model(images), job.model(images))
+    errors = [
+        float((found[name] - wanted[name]).square().mean())
+        / float(wanted[name].flatten(0, -2).var(dim=0, correction=0).mean())
+        for name in blocks
+    ]
+    loss = Distill(features=features)._loss(job, model, images)
+    assert loss.item() == pytest.approx(expected + features * sum(errors) / len(errors), rel=1e-3)
+
+
+def test_every_picture_is_shown_once_before_any_is_shown_again(vit: Case) -> None:
     job = job_of(vit)
-    Distill(iterations=6 * (len(job.samples) // 4), batch=4, views=2)(job)
-    assert views == [0, 1]
+    recipe = Distill(batch=4, smallest=1.0, mirror=False, mixed=0.0)
+    steps = len(job.samples) // 4
+    for first in (0, steps):
+        pictures = torch.cat([recipe._shown(job, first + step) for step in range(steps)])
+        assert len(pictures.flatten(1).unique(dim=0)) == len(job.samples)
+    assert torch.equal(recipe._shown(job, 3), recipe._shown(job, 3))

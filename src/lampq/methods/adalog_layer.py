@@ -207,5 +207,10 @@ class LayerSearch:
         if self.method.compensation == "none":
             return self.weight_quantizer.encode(self.weight).to(torch.uint8), bias
         return compensated_codes(
-            self.weight, bias, self.inputs, self._quantized_inputs(), self.weight_quantizer
+            self.weight,
+            bias,
+            self.inputs,
+            self._quantized_inputs(),
+            self.weight_quantizer,
+            self.shares,
         )

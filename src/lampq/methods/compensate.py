@@ -17,13 +17,23 @@ BLOCK = 64
 
 
 def compensated_codes(
-    weight: Tensor, bias: Tensor, inputs: Tensor, quantized: Tensor, grid: UniformQuantizer
+    weight: Tensor,
+    bias: Tensor,
+    inputs: Tensor,
+    quantized: Tensor,
+    grid: UniformQuantizer,
+    shares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes (outputs, inputs) of both steps on the given grid, and the bias that goes with them."""
-    mean = inputs.mean(dim=0)
-    quantized_mean = quantized.mean(dim=0)
-    centred = (quantized - quantized_mean).double()
-    exact = (inputs - mean).double() @ weight.double().T
+    """Codes (outputs, inputs) of both steps on the given grid, and the bias that goes with them.
+
+    ``shares``: how much the error of each token counts, one on average; all alike when not given.
+    """
+    counts = torch.ones_like(inputs[:, 0]) if shares is None else shares
+    mean = counts @ inputs / len(inputs)
+    quantized_mean = counts @ quantized / len(inputs)
+    root = counts.sqrt()[:, None]
+    centred = ((quantized - quantized_mean) * root).double()
+    exact = ((inputs - mean) * root).double() @ weight.double().T
     damped = damp(centred.T @ centred, DAMPING)
     residual = exact - centred @ weight.double().T
     refitted = weight.double() + ridge(damped, centred.T @ residual).T

@@ -32,6 +32,9 @@ from lampq.reconstruct.straight import logarithmic, uniform
 Rounding = Literal["free", "nearest two"]
 # the stretched sigmoid of AdaRound
 LOW, HIGH = -0.1, 1.1
+# how far from its code a free weight may start: at the border, where compensated codes would be,
+# the first steps would undo what the codes make up for
+REACH = 0.25
 
 
 class TrainableQuantizer(nn.Module):
@@ -117,11 +120,12 @@ class TrainableLayer(nn.Module):
             weight = original.weight.detach().flatten(1)
             if fit.fold is not None:
                 weight, _ = fit.fold.of_linear(weight, bias)
-            position = _in_cell(weight / quantizer.scale + quantizer.zero, fit.codes, quantizer)
+            position = weight / quantizer.scale + quantizer.zero
             if rounding == "free":
-                self.latent = nn.Parameter(position)
+                self.latent = nn.Parameter(_in_cell(position, fit.codes, REACH))
                 self.log_scale = nn.Parameter(quantizer.scale.log())
             else:
+                position = _in_cell(position, fit.codes, 0.49)
                 self.floor = position.clamp(0, quantizer.n_codes - 1).floor()
                 part = (position - self.floor).clamp(0.01, 0.99)
                 self.latent = nn.Parameter(torch.logit((part - LOW) / (HIGH - LOW)))
@@ -174,12 +178,10 @@ class TrainableLayer(nn.Module):
         return LayerFit(fit.spec, fit.bits, codes, bias, quantizer, inputs)
 
 
-def _in_cell(position: Tensor, codes: Tensor, quantizer: UniformQuantizer) -> Tensor:
-    """Positions on the grid, moved as little as needed to round to these codes."""
-    code, top = codes.to(position), quantizer.n_codes - 1
-    low = torch.where(code == 0, -torch.inf, code - 0.49)
-    high = torch.where(code == top, torch.inf, code + 0.49)
-    return torch.minimum(torch.maximum(position, low), high)
+def _in_cell(position: Tensor, codes: Tensor, reach: float) -> Tensor:
+    """Positions on the grid, moved as little as needed to be this near to these codes."""
+    code = codes.to(position)
+    return torch.minimum(torch.maximum(position, code - reach), code + reach)
 
 
 class TrainableMatMul(nn.Module):
