@@ -1,12 +1,13 @@
 """Accuracy, size and speed of deployed models: one JSON line per row, resumable.
 
-python benchmarks/deploy.py --results runs/deploy.jsonl [--only speed] [--threads 1]
+python benchmarks/deploy.py --results runs/deploy.jsonl [--only speed] [--threads 2]
 python benchmarks/deploy.py --results runs/deploy.jsonl --table
 
 The real ViT-Tiny at mean widths of 4 and 3 bits in both profiles: top-1 in torch, ONNX Runtime and
 OpenVINO, the verification of the export, file size, speed; and the speed of a DeiT-S of random
 weights. On one thread speed is CPU time, so that a busy machine does not show; on two it is wall
-time. ``--images`` and ``--method`` make it small enough to try out.
+time. ``--images`` and ``--method`` make it small enough to try out, with another ``--results``.
+Packed files, finished fits and measures are in a folder beside the results, and are not made again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from lampq.artifact.checkpoint import load_checkpoint, write_atomically
 from lampq.artifact.fits import FitFolder
 from lampq.config import make_config
 from lampq.data import Samples
+from lampq.errors import ExportError
 from lampq.evaluate import predict, top1
 from lampq.export import export_onnx
 from lampq.graph.attention import explicit
@@ -111,7 +113,10 @@ def verified(work: Bench, bits: int, profile: str) -> Row:
     """The export to ONNX: errors of layers, answers and integer kernels in each runtime."""
     path = work.file(bits, profile)
     samples = work.calibration.subset(VERIFIED, 0)
-    return export_onnx(path, path.with_suffix(".onnx"), samples).to_json()
+    try:
+        return export_onnx(path, path.with_suffix(".onnx"), samples).to_json()
+    except ExportError as error:
+        return {"failed": str(error)}
 
 
 def timed(path: Path, work: Bench, threads: int) -> Row:
@@ -164,6 +169,8 @@ def say(row: Row) -> str:
     """One row in short."""
     if "remarks" in row:
         return " ".join(row["remarks"])
+    if "failed" in row:
+        return str(row["failed"])
     if "verified" in row:
         found = (f"{v['runtime']} {v['error']:.1e} {v['agreement']:.2f}" for v in row["verified"])
         return ", ".join(found)
@@ -184,22 +191,26 @@ def table(rows: list[Row]) -> str:
             if own is None:
                 continue
             others = [by_key.get(f"{about} {runtime}", {}) for runtime in SESSIONS]
-            scores = " | ".join(_number(other, "top1") for other in others)
-            agree = ", ".join(_number(other, "agree") for other in others)
+            scores = " | ".join(_or_blank(other.get("top1")) for other in others)
+            agree = ", ".join(_or_blank(other.get("agree")) for other in others)
             lines.append(
                 f"| {about} | {own['top1']:.2f} | {scores} | {agree} "
                 f"| {own['bytes'] / 1e6:.3f} | {own['smaller']:.2f} |"
             )
     lines += [
         "",
-        "| | runtime | largest layer error | same answers [%] | integer layers | float layers |",
-        "|---|---|---|---|---|---|",
+        "| | runtime | largest layer error | same answers [%] | of torch itself [%] "
+        "| integer layers | float layers |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        if "failed" in row:
+            lines.append(f"| {row['key']} | {row['failed']} | | | | | |")
         for one in row.get("verified", ()):
             lines.append(
                 f"| {row['key']} | {one['runtime']} {one['version']} | {one['error']:.1e} "
-                f"| {one['agreement']:.2f} | {one['integer']} | {len(one['floating'])} |"
+                f"| {one['agreement']:.2f} | {_or_blank(one['own_agreement'])} "
+                f"| {one['integer']} | {len(one['floating'])} |"
             )
     lines += [
         "",
@@ -224,8 +235,8 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _number(row: Row, key: str) -> str:
-    return f"{row[key]:.2f}" if key in row else ""
+def _or_blank(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}"
 
 
 def main() -> None:

@@ -551,7 +551,7 @@ QUANTIZE: dict[str, tuple[Bad, str]] = {
     "choices-range": (lambda f: ["--choices", "2,9"], "choices must be different widths"),
     "target-size": (lambda f: ["--target-size", "3 apples"], "target-size must be like 3.5MB"),
     "target-size-huge": (lambda f: ["--target-size", "1e999"], "target-size|target_size"),
-    "target-size-small": (lambda f: ["--target-size", "1kB"], "a file of 1000 bytes is too small"),
+    "target-size-small": (lambda f: ["--target-size", "1kB"], "no assignment takes 1000 bytes"),
     "bits": (lambda f: ["--bits", "11"], r"bits must be in 1\.\.8, got 11"),
     "bits-nan": (lambda f: ["--bits", "nan"], "bits must be in"),
     "infeasible": (

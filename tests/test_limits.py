@@ -20,7 +20,7 @@ from lampq.errors import BudgetError, ConfigError
 from lampq.limits import bops_limit, size_limit
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.models import ModelSource
-from lampq.pipeline import Result, packed
+from lampq.pipeline import Result, packed, prepare
 from lampq.refine import RefineOptions, refine
 from lampq.types import BitPlan, Budget, CostTable, LayerBits, LayerRole, LayerSpec, Limit
 
@@ -181,6 +181,13 @@ def test_a_limit_that_nothing_fits_states_what_would() -> None:
     expected = f"no assignment takes {least - 1} bytes or less: the narrowest choices take {least}"
     with pytest.raises(BudgetError, match=f"^{expected}$"):
         check_feasible(costs.layers, CHOICES, Budget(8.0, None, (tight,)))
+
+
+def test_codes_that_have_no_room_are_told_before_anything_is_fitted(vit: Case) -> None:
+    # two blocks of 12 * 24 * 24 weights, two bits each
+    expected = "no assignment takes 3000 bytes or less: the codes .* alone take 3456$"
+    with pytest.raises(BudgetError, match=expected):
+        prepare(vit.original, make_config({"target_size": 3000, "choices": [2, 4]}))
 
 
 QUICK: dict[str, Any] = {"method": "minmax", "choices": [2, 3, 4], "exchanges": 4, "patience": 1}

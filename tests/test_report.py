@@ -168,6 +168,19 @@ def test_the_page_has_a_row_of_widths_per_block(done: Result) -> None:
         assert f"| {block} | {' | '.join(widths)} |" in page
 
 
+def test_the_page_states_profile_and_limits(done: Result) -> None:
+    report = report_of(done)
+    page = report_markdown(report, done.plan)
+    assert page.startswith(f"# {report['model']['name']} at 3 bits\n")
+    assert "for speed" not in page
+    limits = [{"name": name, "most": 12000, "taken": 11000} for name in ("bytes", "BOPs")]
+    config = {**report["config"], "profile": "speed"}
+    page = report_markdown({**report, "limits": limits, "config": config}, done.plan)
+    assert page.startswith(f"# {report['model']['name']} within 12,000 bytes and 12,000 BOPs\n")
+    assert "The plan takes 11,000 of 12,000 BOPs." in page
+    assert "Quantized for speed" in page
+
+
 def test_notices_come_first_on_the_page(done: Result) -> None:
     report = {**report_of(done), "notices": ["the attention is unknown"]}
     lines = report_markdown(report, done.plan).splitlines()

@@ -13,9 +13,10 @@ from lampq.artifact.checkpoint import KEY
 from lampq.artifact.pack import packed_size
 from lampq.calibrate import recording, tokens_of
 from lampq.data import Samples
+from lampq.errors import BudgetError
 from lampq.graph.attention import MatMul
 from lampq.methods import FitCache
-from lampq.types import MAX_BITS, BitPlan, LayerBits, Limit
+from lampq.types import MAX_BITS, BitPlan, LayerBits, LayerSpec, Limit
 
 # the preprocessing that a checkpoint may carry, as JSON, and the padding of its header
 HEADER_ROOM = 256
@@ -56,6 +57,17 @@ def _parents(name: str) -> list[str]:
 
 def _line(name: str, entry: Any) -> str:
     return json.dumps({name: entry}, separators=(",", ":"))[1:-1] + ","
+
+
+def check_room(layers: tuple[LayerSpec, ...], choices: tuple[LayerBits, ...], most: int) -> None:
+    """Raise if the codes of the narrowest plan alone are larger than a file may be."""
+    bits = min(choice.weight for choice in choices)
+    needed = sum(packed_size(layer.n_params, bits) for layer in layers)
+    if needed > most:
+        raise BudgetError(
+            f"no assignment takes {most} bytes or less: the codes of the narrowest choices alone "
+            f"take {needed}"
+        )
 
 
 def size_limit(

@@ -24,7 +24,7 @@ from lampq.graph.attention import explicit
 from lampq.graph.discover import discover, missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
 from lampq.graph.rotate import rotate_attention_
-from lampq.limits import bops_limit, mean_within, size_limit
+from lampq.limits import bops_limit, check_room, mean_within, size_limit
 from lampq.methods import METHODS, FitCache, Method, SiteWidths
 from lampq.methods.sequential import collect_in_order
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
@@ -169,6 +169,8 @@ def prepare(
     # what a file and its operations amount to is known later
     weights = MAX_BITS if config.target_size or config.target_bops else None
     check_feasible(graph.allocatable, config.widths, budget_of(config, weights))
+    if config.target_size is not None:
+        check_room(graph.allocatable, config.widths, config.target_size)
     if plan is not None:
         given_plan(graph, plan)
     finisher = None

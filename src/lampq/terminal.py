@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lampq.evaluate import interval95
 from lampq.progress import Progress
-from lampq.report import plan_rows
+from lampq.report import headline, plan_rows
 from lampq.report.table import COLUMNS, SPREAD_COLUMNS, cells, remarks, spread_cells
 from lampq.types import BitPlan
 
@@ -93,7 +93,7 @@ def _minutes(seconds: float) -> str:
 def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
     """Accuracy, size and plan of a finished run."""
     console = Console()
-    table = Table(title=f"{report['model']['name']} at {report['bits']['target']:.3g} bits")
+    table = Table(title=headline(report))
     for column in ("model", "top-1 [%]", "±", "mean weight bits", "file", "smaller"):
         table.add_column(column, justify="left" if column == "model" else "right")
     float_bytes = report["float_bytes"]

@@ -15,6 +15,7 @@ from lampq.cli import app, guarded, pictures
 from lampq.data import list_folder
 from lampq.errors import ConfigError
 from lampq.evaluate import interval95
+from lampq.export import profile_of
 from lampq.models import preprocessing_of
 from lampq.report.folder import remake_page
 from lampq.runfolder import check_labels, score
@@ -90,7 +91,7 @@ def show_command(
     console.print(
         f"{header.source.name}, lampq {header.content['lampq_version']}, format "
         f"{header.content['format_version']}, {checkpoint.stat().st_size / 1e6:.3f} MB, "
-        f"method {header.content['config']['method']}",
+        f"method {header.content['config']['method']}, profile {profile_of(header)}",
         highlight=False,
     )
     console.print(

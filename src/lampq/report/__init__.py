@@ -190,9 +190,17 @@ def plan_rows(plan: BitPlan) -> list[tuple[str, dict[str, str]]]:
     return [(str(block) if block >= 0 else "-", row) for block, row in sorted(rows.items())]
 
 
+def headline(report: Mapping[str, Any]) -> str:
+    """The model and its budget."""
+    name, limits = report["model"]["name"], report["limits"]
+    if limits:
+        return f"{name} within " + " and ".join(f"{one['most']:,} {one['name']}" for one in limits)
+    return f"{name} at {report['bits']['target']:.3g} bits"
+
+
 def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     """A page of the report for people."""
-    lines = [f"# {report['model']['name']} at {report['bits']['target']:g} bits", ""]
+    lines = [f"# {headline(report)}", ""]
     lines += [f"> {notice}" for notice in report["notices"]]
     lines += ["", "| model | top-1 [%] | 95 % interval | images |", "|---|---|---|---|"]
     for name, score in report["scores"].items():
@@ -201,6 +209,10 @@ def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     size = report["files"].get("model.safetensors", 0)
     ratio = report["float_bytes"] / max(size, 1)
     lines += ["", f"File: {size:,} bytes, {ratio:.1f} times smaller than float32.", ""]
+    for one in report["limits"]:
+        lines += [f"The plan takes {one['taken']:,} of {one['most']:,} {one['name']}.", ""]
+    if report["config"]["profile"] == "speed":
+        lines += ["Quantized for speed: for integer kernels, attention products in float.", ""]
     means = f"Mean width of the weights {plan.mean_weight_bits:.4g}"
     means += f", of the layers' inputs {plan.mean_activation_bits:.4g}"
     limit = report["bits"]["target_activation"]

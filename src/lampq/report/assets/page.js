@@ -74,6 +74,7 @@ function speedCard() {
 function buildHeadline() {
   const { config } = RUN;
   const parts = [`method ${config.method}`, `metric ${config.metric}`, `allocator ${config.allocator}`, `preset ${config.preset}`];
+  if (config.profile === "speed") parts.push("profile speed");
   if (config.reconstruct) parts.push(`reconstructed by ${config.reconstruct}`);
   parts.push(`seed ${config.seed}`, `lampq ${RUN.versions.lampq}`);
   byId("lead").textContent = parts.join(" · ");
