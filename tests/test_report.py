@@ -177,7 +177,7 @@ def test_the_page_states_profile_and_limits(done: Result) -> None:
     config = {**report["config"], "profile": "speed"}
     page = report_markdown({**report, "limits": limits, "config": config}, done.plan)
     assert page.startswith(f"# {report['model']['name']} within 12,000 bytes and 12,000 BOPs\n")
-    assert "The plan takes 11,000 of 12,000 BOPs." in page
+    assert "Counted for the budget: 11,000 of 12,000 BOPs." in page
     assert "Quantized for speed" in page
 
 

@@ -272,6 +272,28 @@ def _draw(
     return weights.multinomial(keep, replacement=True, generator=generator).sort().values
 
 
+class _Rows:
+    """Columns of rows that come piece by piece, each in one array from the start.
+
+    Small pieces between the large arrays of a pass would keep their memory from being given back.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.count = limit, 0
+        self.arrays: list[Tensor] = []
+
+    def append(self, pieces: tuple[Tensor, ...]) -> None:
+        if not self.arrays:
+            self.arrays = [piece.new_empty(self.limit, *piece.shape[1:]) for piece in pieces]
+        after = self.count + len(pieces[0])
+        for array, piece in zip(self.arrays, pieces, strict=True):
+            array[self.count : after] = piece
+        self.count = after
+
+    def columns(self) -> list[Tensor]:
+        return [array[: self.count] for array in self.arrays]
+
+
 @torch.no_grad()
 def collect(
     model: nn.Module,
@@ -298,7 +320,8 @@ def collect(
     layers = {layer.name: model.get_submodule(layer.name) for layer in graph.layers}
     names = [*layers, *(site.name for site in graph.matmuls)]
     sloped = names if gradients else list(layers)
-    kept: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in names}
+    limits = {name: max_tokens if name in layers else max_maps for name in names}
+    kept = {name: _Rows(limit) for name, limit in limits.items()}
     with recording(model, names) as seen, recording_gradients(model, sloped) as slopes:
         before = 0
         for number, (images, _) in enumerate(samples.batches(batch)):
@@ -310,12 +333,8 @@ def collect(
             else:
                 model(images)
             after = before + len(images)
-            quotas = [
-                limit * after // len(samples) - limit * before // len(samples)
-                for limit in (max_tokens, max_maps)
-            ]
-            before = after
             for name in names:
+                quota = limits[name] * after // len(samples) - limits[name] * before // len(samples)
                 if name not in seen:
                     raise GraphError(f"layer {name!r} is never called by the model's forward pass")
                 module, slope = layers.get(name), slopes.get(name)
@@ -323,10 +342,11 @@ def collect(
                 weights = None
                 if tokens == "fisher" and module is not None and slope is not None:
                     weights = token_weights(module, slope, len(images))
-                index = _draw(len(parts[0]), quotas[module is None], generator, weights)
+                index = _draw(len(parts[0]), quota, generator, weights)
                 if gradients:
                     parts += (_output_gradients(module, parts, slope, weights),)
                 kept[name].append(tuple(part[index] for part in parts))
+            before = after
             # the last batch holds its whole graph
             seen.clear()
             slopes.clear()
@@ -334,10 +354,7 @@ def collect(
     if block_images:
         few = samples.inputs(slice(0, block_images))
         views = block_views(model, graph, few, torch.Generator().manual_seed(seed))
-    # popped, so that the pieces of a site do not outlive its whole
-    joined = {
-        name: [torch.cat(column) for column in zip(*kept.pop(name), strict=True)] for name in names
-    }
+    joined = {name: rows.columns() for name, rows in kept.items()}
 
     def about(name: str, block: int) -> tuple[Tensor | None, BlockView | None]:
         return joined[name][-1] if gradients else None, views.get(block)

@@ -7,7 +7,7 @@ from torch import nn
 
 from lampq.calibrate import LayerStats, MatmulStats, recording, tokens_of
 from lampq.errors import GraphError
-from lampq.methods import METHODS, FitCache, SiteWidths
+from lampq.methods import METHODS, FitCache, SiteWidths, sequential
 from lampq.methods.sequential import collect_in_order, execution_order
 from lampq.pipeline import quantize
 from lampq.quant.modules import assemble
@@ -70,3 +70,14 @@ def test_which_inputs_a_method_is_fitted_on(vit: Case) -> None:
     for method, own, other in (("repq", "quantized", "float"), ("minmax", "float", "quantized")):
         assert torch.equal(scales(method, "published"), scales(method, own))
         assert not torch.equal(scales(method, "published"), scales(method, other))
+
+
+def test_only_so_many_images_are_looked_at(vit: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequential, "MAX_IMAGES", 2)
+    method, sites = METHODS.get("repq")(), SiteWidths(WIDTH, 3)
+    plan = BitPlan.uniform(vit.graph.allocatable, WIDTH)
+    stats = collect_in_order(vit.model, vit.graph, vit.samples, method, plan, sites)
+    first = vit.graph.matmuls[0]
+    operands = stats[first.name]
+    assert isinstance(operands, MatmulStats)
+    assert len(operands.left) == 2 < len(vit.samples)

@@ -21,6 +21,8 @@ from lampq.progress import Progress
 from lampq.quant.modules import QuantMatMul, install_, replace_module
 from lampq.types import BitPlan, ModelGraph
 
+MAX_IMAGES = 128
+
 
 def execution_order(model: nn.Module, names: list[str], example: Tensor) -> list[str]:
     """The named modules in the order in which a forward pass calls them."""
@@ -56,11 +58,15 @@ def collect_in_order(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Mapping[str, Stats]:
-    """Inputs of every site when the sites before it are quantized by the method and the plan."""
+    """Inputs of every site when the sites before it are quantized by the method and the plan.
+
+    At most MAX_IMAGES are looked at: all of them are held in memory, and go through all sites
+    before the one in question for each site anew.
+    """
     quantized = copy.deepcopy(model)
     layers = {layer.name: layer for layer in graph.layers}
     matmuls = {site.name: site for site in graph.matmuls}
-    images = samples.inputs(slice(None))
+    images = samples.inputs(slice(0, MAX_IMAGES))
     generator = torch.Generator().manual_seed(seed)
     stats: dict[str, Stats] = {}
     order = execution_order(model, [*layers, *matmuls], images[:1])

@@ -210,7 +210,7 @@ def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     ratio = report["float_bytes"] / max(size, 1)
     lines += ["", f"File: {size:,} bytes, {ratio:.1f} times smaller than float32.", ""]
     for one in report["limits"]:
-        lines += [f"The plan takes {one['taken']:,} of {one['most']:,} {one['name']}.", ""]
+        lines += [f"Counted for the budget: {one['taken']:,} of {one['most']:,} {one['name']}.", ""]
     if report["config"]["profile"] == "speed":
         lines += ["Quantized for speed: for integer kernels, attention products in float.", ""]
     means = f"Mean width of the weights {plan.mean_weight_bits:.4g}"
