@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import lampq
 import lampq.cli
 import lampq.typed
+from lampq.artifact.checkpoint import digest
 from lampq.cli import TerminalProgress, app
 from lampq.config import RunConfig
 from lampq.data import Samples
@@ -488,7 +489,9 @@ def _header(change: Callable[[dict[str, Any]], object]) -> Bad:
         with safe_open(source, framework="pt") as opened:
             content = json.loads(opened.metadata()["lampq"])
         change(content)
-        save_file(load_file(source), folder / "m.safetensors", {"lampq": json.dumps(content)})
+        tensors = load_file(source)
+        content["digest"] = digest(content, tensors)
+        save_file(tensors, folder / "m.safetensors", {"lampq": json.dumps(content)})
         return [folder / "m.safetensors"]
 
     return build

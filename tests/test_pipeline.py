@@ -26,7 +26,7 @@ from lampq.metrics import METRICS, Evidence, Sensitivity
 from lampq.pipeline import Result, build, packed, site_widths
 from lampq.progress import Journal, Progress
 from lampq.quant.half import is_half
-from lampq.quant.modules import QuantLayer, QuantMatMul, assemble
+from lampq.quant.modules import QuantLayer, QuantMatMul
 from lampq.scoring import PlanScorer, Run, cumulative_errors
 from lampq.types import BitPlan, CostTable, LayerBits, LayerRole
 
@@ -380,7 +380,7 @@ def test_cumulative_errors_compare_the_quantized_with_the_float_model(
     vit: Case, done: Result
 ) -> None:
     found = cumulative_errors(done.fits, done.plan, vit.samples)
-    quantized = assemble(done.fits.model, *done.fits.of_plan(done.plan))
+    quantized = done.fits.assembled(done.plan)
     outputs: dict[str, Tensor] = {}
     for model in (done.fits.model, quantized):
         for name in ("blocks.0.attn.qkv", "blocks.1.mlp.fc2"):
