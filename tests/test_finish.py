@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "metric": "recon",
     "exchanges": 0,
     "iterations": 40,
-    "lr_weights": 1e-2,
+    "lr_weights": 3e-2,
     "lr_affine": 1e-3,
 }
 
