@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from lampq.errors import ConfigError
-from lampq.types import MAX_BITS, MIN_BITS, LayerBits
+from lampq.types import MAX_BITS, MIN_BITS, LayerBits, Profile
 
 Preset = Literal["best", "paper"]
 WIDE = (2, 3, 4, 5, 6, 8)
@@ -28,9 +28,11 @@ class RunConfig:
     bits: float = 4.0
     act_bits: int | None = None
     target_size: int | None = None
+    target_bops: int | None = None
     choices: tuple[int, ...] | None = None
     joint: bool = True
     act_choices: tuple[int, ...] | None = None
+    profile: Profile = "accuracy"
     preset: Preset = "best"
     seed: int = 0
     images: int = 1024
@@ -48,6 +50,7 @@ class RunConfig:
     compensation: Literal["none", "gptq"] = "gptq"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
+    rest_bits: Literal[16, 32] = 16
     # metric
     metric: str = "output"
     metric_images: int = 128
@@ -121,8 +124,15 @@ class RunConfig:
             raise ConfigError(f"seed must be below 2**63, got {self.seed}")
         if not 0 < self.mu <= 1:
             raise ConfigError(f"mu is a share of the blocks in (0, 1], got {self.mu:g}")
-        if self.target_size is not None and self.target_size < 1:
-            raise ConfigError(f"target_size must be positive, got {self.target_size}")
+        for name in ("target_size", "target_bops"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be positive, got {value}")
+        if self.target_bops is not None and self.matmul_bits == "follow":
+            raise ConfigError(
+                "with target_bops the attention products need a width of their own: "
+                "set matmul_bits to target or a number"
+            )
         for name in ("choices", "act_choices"):
             widths = getattr(self, name)
             if widths is None:
@@ -196,6 +206,7 @@ PAPER: dict[str, Any] = {
     "compensation": "none",
     "onebit": "adalog",
     "edge_bits": "target",
+    "rest_bits": 32,
     "metric": "fisher",
     "metric_images": 256,
     "alpha_signal": "accuracy",

@@ -1,4 +1,4 @@
-"""lampq quantize | compare | eval | show | report: the application, and what its commands share."""
+"""The application lampq, and what its commands share."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 # the commands register themselves with the app above, in the order of its help
-from lampq.cli import quantize, compare, inspect  # noqa: E402, I001
+from lampq.cli import quantize, compare, inspect, deploy  # noqa: E402, I001
 
 
 @app.command("version")
@@ -102,4 +102,4 @@ def version_command() -> None:
     print(__version__)
 
 
-__all__ = ["TerminalProgress", "app", "compare", "inspect", "main", "quantize"]
+__all__ = ["TerminalProgress", "app", "compare", "deploy", "inspect", "main", "quantize"]
