@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import lampq
 import lampq.cli
 import lampq.typed
+from lampq.artifact.checkpoint import digest
 from lampq.cli import TerminalProgress, app
 from lampq.config import RunConfig
 from lampq.data import Samples
@@ -274,7 +275,7 @@ def test_show_as_json_prints_the_header(finished: Path) -> None:
     found = Outcome("show", finished / "model.safetensors", "--json")
     content = json.loads(found.out)
     assert content["source"]["name"] == "fashion_vit"
-    assert content["format_version"] == 1
+    assert content["format_version"] == 2
 
 
 def test_a_plan_given_back_gives_the_same_model(finished: Path, tmp_path: Path) -> None:
@@ -488,7 +489,9 @@ def _header(change: Callable[[dict[str, Any]], object]) -> Bad:
         with safe_open(source, framework="pt") as opened:
             content = json.loads(opened.metadata()["lampq"])
         change(content)
-        save_file(load_file(source), folder / "m.safetensors", {"lampq": json.dumps(content)})
+        tensors = load_file(source)
+        content["digest"] = digest(content, tensors)
+        save_file(tensors, folder / "m.safetensors", {"lampq": json.dumps(content)})
         return [folder / "m.safetensors"]
 
     return build
@@ -551,7 +554,7 @@ QUANTIZE: dict[str, tuple[Bad, str]] = {
     "choices-range": (lambda f: ["--choices", "2,11"], "choices must be different widths"),
     "target-size": (lambda f: ["--target-size", "3 apples"], "target-size must be like 3.5MB"),
     "target-size-huge": (lambda f: ["--target-size", "1e999"], "target-size|target_size"),
-    "target-size-small": (lambda f: ["--target-size", "1kB"], "a file of 1000 bytes is too small"),
+    "target-size-small": (lambda f: ["--target-size", "1kB"], "no assignment takes 1000 bytes"),
     "bits": (lambda f: ["--bits", "11"], r"bits must be in 1\.\.10, got 11"),
     "bits-nan": (lambda f: ["--bits", "nan"], "bits must be in"),
     "infeasible": (

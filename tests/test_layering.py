@@ -32,13 +32,18 @@ ORDER = (
     "refine",
     "models",
     "artifact",
+    "runtime",
+    "verify",
     "zero_shot",
     "config",
+    "limits",
     "scoring",
     "finish",
     "pipeline",
     "report",
     "runfolder",
+    "export",
+    "bench",
     "compare",
     "terminal",
     "typed",
@@ -117,7 +122,8 @@ torch.set_num_threads(3)
 before = state()
 import lampq
 after = state()
-loaded = [name for name in ("onnx", "onnxruntime", "ray", "matplotlib") if name in sys.modules]
+optional = ("onnx", "onnxruntime", "openvino", "ray", "matplotlib")
+loaded = [name for name in optional if name in sys.modules]
 changed = [name for name in before if before[name] != after[name]]
 json.dump({"changed": changed, "loaded": loaded}, sys.stdout)
 """

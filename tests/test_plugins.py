@@ -10,12 +10,15 @@ import pytest
 import torch
 from conftest import Case, same_fit, same_quantizer
 
+from lampq.artifact.onnx.sites import runs_in_integers
 from lampq.calibrate import LayerStats, MatmulStats
+from lampq.config import make_config
 from lampq.methods import METHODS, FitCache, LinearView, SiteWidths
 from lampq.methods.base import layer_output
+from lampq.pipeline import options_of
 from lampq.quant.base import KINDS, Quantizer, describe, rebuild
 from lampq.quant.log import LogQuantizer
-from lampq.quant.modules import QuantMatMul, applied, assemble
+from lampq.quant.modules import QuantLinear, QuantMatMul, applied, assemble
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import BitPlan, LayerBits, LayerRole, LayerSpec, MatmulSpec
@@ -99,6 +102,22 @@ def test_fitting_writes_into_no_tensor(
     before = [tensor.clone() for tensor in given]
     METHODS.get(method)().fit(view, LayerBits(2, 2), stats)
     assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+@methods
+@sites
+@pytest.mark.parametrize("width", [1, 4, 8])
+def test_for_speed_every_quantized_input_has_one_uniform_scale(
+    request: pytest.FixtureRequest, method: str, model: str, layer: str, width: int
+) -> None:
+    view, stats = _arguments(request, model, layer)
+    factory = METHODS.get(method)
+    options = options_of(factory, make_config({"profile": "speed"}))
+    fit = factory(**options).fit(view, LayerBits(width, width), stats)
+    linear = view.spec.role is not LayerRole.PATCH_EMBED
+    assert linear or fit.input_quantizer is None or fit.input_quantizer.bits == 8
+    if fit.input_quantizer is not None:
+        assert runs_in_integers(QuantLinear(fit, tuple(fit.codes.shape)))
 
 
 @methods

@@ -115,7 +115,7 @@ def test_exchanges_are_reported_with_what_they_started_from(vit: Case, done: Res
 
 
 def test_mean_widths_are_over_parameters(vit: Case, done: Result) -> None:
-    found = bits_json(done.model, done.plan, 3.0)
+    found = bits_json(done.model, done.plan, 3.0, 16)
     sizes = {layer.name: layer.n_params for layer in vit.graph.layers}
     searched = {name: sizes[name] for name in done.plan}
     codes = sum(size * done.plan[name].weight for name, size in searched.items())
@@ -126,18 +126,18 @@ def test_mean_widths_are_over_parameters(vit: Case, done: Result) -> None:
     quantized = (codes + 8 * edges) / sum(sizes.values())
     assert found["mean_weight_quantized"] == pytest.approx(quantized)
     total = sum(p.numel() for p in vit.original.parameters())
-    whole = (codes + 8 * edges + 32 * (total - sum(sizes.values()))) / total
+    whole = (codes + 8 * edges + 16 * (total - sum(sizes.values()))) / total
     assert found["mean_weight_all"] == pytest.approx(whole)
 
 
 def test_the_mean_with_scales_adds_a_scale_and_a_zero_point_per_row(done: Result) -> None:
-    found = bits_json(done.model, done.plan, 3.0)
+    found = bits_json(done.model, done.plan, 3.0, 16)
     layers = [m for m in done.model.modules() if isinstance(m, QuantLayer)]
     searched = [m for m in layers if m.spec.name in done.plan]
     rows = sum(m.codes.shape[0] for m in searched)
     weights = sum(m.codes.numel() for m in searched)
     extra = found["mean_weight_searched_with_scales"] - found["mean_weight_searched"]
-    assert extra == pytest.approx(40 * rows / weights)
+    assert extra == pytest.approx(24 * rows / weights)
 
 
 def test_the_uniform_size_is_that_of_the_uniform_checkpoint(vit: Case, done: Result) -> None:
@@ -166,6 +166,19 @@ def test_the_page_has_a_row_of_widths_per_block(done: Result) -> None:
         names = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
         widths = [str(done.plan[f"blocks.{block}.{name}"].weight) for name in names]
         assert f"| {block} | {' | '.join(widths)} |" in page
+
+
+def test_the_page_states_profile_and_limits(done: Result) -> None:
+    report = report_of(done)
+    page = report_markdown(report, done.plan)
+    assert page.startswith(f"# {report['model']['name']} at 3 bits\n")
+    assert "for speed" not in page
+    limits = [{"name": name, "most": 12000, "taken": 11000} for name in ("bytes", "BOPs")]
+    config = {**report["config"], "profile": "speed"}
+    page = report_markdown({**report, "limits": limits, "config": config}, done.plan)
+    assert page.startswith(f"# {report['model']['name']} within 12,000 bytes and 12,000 BOPs\n")
+    assert "Counted for the budget: 11,000 of 12,000 BOPs." in page
+    assert "Quantized for speed" in page
 
 
 def test_notices_come_first_on_the_page(done: Result) -> None:

@@ -184,7 +184,7 @@ def test_an_infeasible_budget_is_one_sentence(allocator: str, budget: Budget, me
 
 def test_uniform_of_choices_that_fit_only_in_a_mixture_is_refused() -> None:
     choices = (LayerBits(2, 8), LayerBits(8, 2))
-    with pytest.raises(BudgetError, match="no single choice is within both"):
+    with pytest.raises(BudgetError, match="no single choice for all layers is within"):
         ALLOCATORS.get("uniform")(table_of(SIZES, choices, 0), Budget(5.0, 5.0))
 
 
@@ -495,7 +495,7 @@ def test_a_given_plan_over_the_activation_budget_is_noticed(vit: Case) -> None:
     plan = {layer.name: LayerBits(3, 5) for layer in vit.graph.allocatable}
     result = quantize(vit.original, vit.samples, plan=plan, **APART)
     assert result.notices == (
-        "the given plan averages 5.000 activation bits, above the target of 3.000",
+        "the given plan averages 5.0000 activation bits, the budget allows 3.0000",
     )
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from lampq.export import Export
+    from lampq.runtime import Deployed
 
 from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples
@@ -16,14 +21,55 @@ from lampq.version import __version__
 from lampq.zero_shot import synthesize
 
 
-def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
-    """The quantized model of a packed checkpoint, ready to run.
+@overload
+def load(path: str | Path, model: nn.Module | None = None) -> nn.Module: ...
+@overload
+def load(
+    path: str | Path, model: nn.Module | None = None, *, runtime: Literal["torch"]
+) -> nn.Module: ...
+@overload
+def load(
+    path: str | Path,
+    model: nn.Module | None = None,
+    *,
+    runtime: str,
+    threads: int | None = None,
+) -> Deployed: ...
+def load(
+    path: str | Path,
+    model: nn.Module | None = None,
+    *,
+    runtime: str = "torch",
+    threads: int | None = None,
+) -> Deployed:
+    """The quantized model of a packed checkpoint, ready to run: images in, logits out.
 
+    ``runtime`` is "torch", "onnxruntime" or "openvino"; the graph of the last two is built in
+    memory, or read from an exported ONNX file. ``threads`` are those of these two.
     ``model`` is the float architecture, needed only for classes that timm does not know.
     """
-    from lampq.artifact.checkpoint import load_checkpoint
+    from lampq.runtime import load as load_deployed
 
-    return load_checkpoint(Path(path), model)
+    return load_deployed(Path(path), runtime, model, threads=threads)
+
+
+def export_onnx(
+    checkpoint: str | Path,
+    out: str | Path,
+    samples: Samples,
+    *,
+    model: nn.Module | None = None,
+    runtimes: tuple[str, ...] = (),
+    any_cpu: bool = True,
+) -> Export:
+    """Write a packed checkpoint as a standard ONNX file, verified on the samples.
+
+    ``runtimes`` are those to verify in, all that are installed by default. Where the verification
+    fails nothing is written.
+    """
+    from lampq.export import export_onnx as export
+
+    return export(checkpoint, out, samples, model=model, runtimes=runtimes, any_cpu=any_cpu)
 
 
 __all__ = [
@@ -38,6 +84,7 @@ __all__ = [
     "RunConfig",
     "Samples",
     "__version__",
+    "export_onnx",
     "load",
     "make_config",
     "quantize",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,8 @@ Allocator = Callable[[CostTable, Budget], Allocation]
 TIME_LIMIT = 60.0
 # what some versions of HiGHS print although they are told to be silent
 STRAY_OUTPUT = b"HighsMipSolverData::"
+# the solver tells limits apart to about a millionth: they are counted in as many units at most
+UNITS = 200_000
 
 
 def check_feasible(
@@ -39,7 +40,8 @@ def check_feasible(
 ) -> None:
     """Raise a BudgetError if even the narrowest choice everywhere is over the budget."""
     least = min(bits.weight for bits in choices), min(bits.activation for bits in choices)
-    weight, activation = budget.excess(BitPlan.uniform(layers, LayerBits(*least)))
+    narrowest = BitPlan.uniform(layers, LayerBits(*least))
+    weight, activation = replace(budget, limits=()).excess(narrowest)
     if weight:
         raise BudgetError(
             f"no assignment averages {budget.mean_bits:g} bits: "
@@ -50,21 +52,28 @@ def check_feasible(
             f"no assignment averages {budget.mean_activation_bits:g} activation bits: "
             f"the narrowest choice is {least[1]} bits"
         )
+    for limit in budget.limits:
+        needed = limit.fixed + sum(
+            min(limit.amounts[layer.name, bits] for bits in choices) for layer in layers
+        )
+        if needed > limit.most:
+            raise BudgetError(
+                f"no assignment takes {limit.most} {limit.name} or less: "
+                f"the narrowest choices take {needed}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class _Space:
     """The plans to choose from: one choice for each unit of layers, by column.
 
-    A unit takes size x width of each limit: ``sizes`` is (limits, units), ``widths`` is
-    (limits, choices).
+    ``amounts`` is what every choice of every unit takes of each limit, (limits, units, choices).
     """
 
     layers: tuple[LayerSpec, ...]
     choices: tuple[LayerBits, ...]
     unit_of_layer: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    widths: NDArray[np.int64]
+    amounts: NDArray[np.int64]
     limits: NDArray[np.int64]
 
     @classmethod
@@ -79,18 +88,19 @@ class _Space:
         check_feasible(layers, choices, budget)
         place = {name: number for number, unit in enumerate(units) for name in unit}
         unit_of_layer = np.array([place[layer.name] for layer in layers])
-        weights = np.zeros(len(units), dtype=np.int64)
-        np.add.at(weights, unit_of_layer, [layer.n_params for layer in layers])
-        sizes, widths = [weights], [[bits.weight for bits in choices]]
+        tables = [[[layer.n_params * bits.weight for bits in choices] for layer in layers]]
         limits = [budget.limit(layers)]
         activation_limit = budget.activation_limit(layers)
         if activation_limit is not None:
-            sizes.append(np.bincount(unit_of_layer, minlength=len(units)))
-            widths.append([bits.activation for bits in choices])
+            tables.append([[bits.activation for bits in choices] for _ in layers])
             limits.append(activation_limit)
-        return cls(
-            layers, choices, unit_of_layer, np.stack(sizes), np.array(widths), np.array(limits)
-        )
+        for limit in budget.limits:
+            tables.append([[limit.amounts[layer.name, b] for b in choices] for layer in layers])
+            limits.append(limit.most - limit.fixed)
+        amounts = np.zeros((len(tables), len(units), len(choices)), dtype=np.int64)
+        for total, table in zip(amounts, tables, strict=True):
+            np.add.at(total, unit_of_layer, np.array(table, dtype=np.int64))
+        return cls(layers, choices, unit_of_layer, amounts, np.array(limits))
 
     def plan(self, columns: NDArray[np.int64]) -> BitPlan:
         """The plan of one column per unit."""
@@ -99,14 +109,19 @@ class _Space:
 
     def cost(self, costs: CostTable) -> NDArray[np.float64]:
         """Costs of the units, (units, choices)."""
-        summed = np.zeros((self.sizes.shape[1], len(self.choices)))
+        summed = np.zeros(self.amounts.shape[1:])
         np.add.at(summed, self.unit_of_layer, costs.cost)
         return summed
+
+    def taken(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What one column per unit takes of each limit."""
+        found: NDArray[np.int64] = self.amounts[:, np.arange(len(columns)), columns].sum(axis=1)
+        return found
 
     def draw(self, random: np.random.Generator) -> NDArray[np.int64]:
         """Columns drawn at random and then moved, unit by unit, as near to the limits as it gets.
 
-        Where the choices leave no way down to a plan within both limits, the descent ends above
+        Where the choices leave no way down to a plan within all limits, the descent ends above
         them: the caller checks.
         """
         place = {bits: column for column, bits in enumerate(self.choices)}
@@ -114,32 +129,28 @@ class _Space:
             [[place[other] for other in step(bits, self.choices)] for bits in self.choices]
             for step in (narrower, wider)
         )
-        columns = np.asarray(random.integers(len(self.choices), size=self.sizes.shape[1]))
-        left = self.limits - (self.sizes * self.widths[:, columns]).sum(axis=1)
+        columns = np.asarray(random.integers(len(self.choices), size=self.amounts.shape[1]))
+        left = self.limits - self.taken(columns)
 
         def move(unit: int, steps: list[int]) -> None:
             column = steps[0] if len(steps) == 1 else int(random.choice(steps))
-            left[:] += self.sizes[:, unit] * (
-                self.widths[:, columns[unit]] - self.widths[:, column]
-            )
+            left[:] += self.amounts[:, unit, columns[unit]] - self.amounts[:, unit, column]
             columns[unit] = column
 
-        def freeing(column: int) -> list[int]:
-            over = self.widths[left < 0]
+        def freeing(unit: int) -> list[int]:
+            over, column = self.amounts[left < 0, unit], columns[unit]
             return [c for c in down[column] if (over[:, c] < over[:, column]).any()]
 
         def fitting(unit: int) -> list[int]:
-            room = left + self.sizes[:, unit] * self.widths[:, columns[unit]]
-            used = self.sizes[:, unit, None] * self.widths
-            return [c for c in up[columns[unit]] if (used[:, c] <= room).all()]
+            room = left + self.amounts[:, unit, columns[unit]]
+            return [c for c in up[columns[unit]] if (self.amounts[:, unit, c] <= room).all()]
 
         while (left < 0).any():
-            movable = np.array([bool(freeing(column)) for column in range(len(self.choices))])
-            wide = np.flatnonzero(movable[columns])
-            if not len(wide):
+            wide = [unit for unit in range(len(columns)) if freeing(unit)]
+            if not wide:
                 break
             unit = int(random.choice(wide))
-            move(unit, freeing(columns[unit]))
+            move(unit, freeing(unit))
         for unit in random.permutation(len(columns)):
             while steps := fitting(unit):
                 move(unit, steps)
@@ -181,13 +192,18 @@ def allocate_ilp(costs: CostTable, budget: Budget, *, time_limit: float = TIME_L
 def _limit_rows(space: _Space) -> NDArray[np.float64]:
     """What every choice of every unit takes of each limit, as a share of it.
 
-    Counted in whole units, with a limit half a unit above the last that fits. So no tolerance of
-    the solver can admit a plan over the budget, or refuse one within it.
+    Counted from the narrowest choice up and in whole units, with a limit half a unit above the last
+    that fits. So no tolerance of the solver can admit a plan over the budget, or refuse one within
+    it. Where amounts have no large common unit, as with bytes, they are rounded up to 1/200,000 of
+    what there is to give away.
     """
     rows = []
-    for sizes, widths, limit in zip(space.sizes, space.widths, space.limits, strict=True):
-        whole = math.gcd(*sizes.tolist())
-        rows.append(np.outer(sizes // whole, widths).ravel() / (int(limit) // whole + 0.5))
+    for amounts, limit in zip(space.amounts, space.limits, strict=True):
+        least = amounts.min(axis=1, keepdims=True)
+        more, room = amounts - least, int(limit - least.sum())
+        whole = int(np.gcd.reduce(more, axis=None)) or 1
+        whole = whole if room // whole <= UNITS else max(whole, -(-room // UNITS))
+        rows.append((-(-more // whole)).ravel() / (room // whole + 0.5))
     return np.array(rows)
 
 
@@ -250,7 +266,7 @@ def allocate_uniform(costs: CostTable, budget: Budget) -> Allocation:
         if budget.allows(BitPlan.uniform(costs.layers, bits))
     ]
     if not fitting:
-        raise BudgetError("no single choice is within both the weight and the activation budget")
+        raise BudgetError("no single choice for all layers is within every limit of the budget")
     plan = BitPlan.uniform(costs.layers, costs.choices[fitting[-1]])
     objective = float(costs.cost[:, fitting[-1]].sum())
     return Allocation(plan, objective, status="uniform", proven_optimal=False)
@@ -288,9 +304,7 @@ def allocate_sampled(
     random = np.random.default_rng(seed)
     units = np.arange(len(cost))
     drawn = [space.draw(random) for _ in range(configurations)]
-    points = [
-        (float(cost[units, c].sum()), int(space.sizes[0] @ space.widths[0, c])) for c in drawn
-    ]
+    points = [(float(cost[units, c].sum()), int(space.taken(c)[0])) for c in drawn]
     best = pareto_front(points)[0]
     plan = budget.checked(space.plan(drawn[best]))
     return Allocation(plan, points[best][0], status="sampled", proven_optimal=False)

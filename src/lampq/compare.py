@@ -85,8 +85,9 @@ def make_trials(
     ``options`` are fields of RunConfig, common to all.
     """
     common = make_config(options)
-    if common.target_size is not None:
-        raise ConfigError("a comparison has its budgets from bits: leave target_size out")
+    for name in ("target_size", "target_bops"):
+        if getattr(common, name) is not None:
+            raise ConfigError(f"a comparison has its budgets from bits: leave {name} out")
     for plan in plans:
         if plan not in PLANS:
             raise ConfigError(f"unknown plan {plan!r}; known: {', '.join(PLANS)}")
@@ -129,7 +130,10 @@ def _config(common: RunConfig, plan: str, settings: dict[str, Any]) -> RunConfig
 def shared_options(config: RunConfig) -> dict[str, Any]:
     """All that fits depend on: trials that agree on it share fits, statistics and measurements."""
     factory = METHODS.get(config.method)
-    common = ("method", "seed", "images", "rotation", "fit_images", "fit_tokens", "fit_inputs")
+    common = (
+        *("method", "seed", "images", "profile", "rotation"),
+        *("fit_images", "fit_tokens", "fit_inputs"),
+    )
     found = {
         **{name: getattr(config, name) for name in common},
         "options": options_of(factory, config),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from lampq.errors import ConfigError
-from lampq.types import MAX_BITS, MIN_BITS, LayerBits
+from lampq.types import INTEGER_BITS, MAX_BITS, MIN_BITS, LayerBits, Profile
 
 Preset = Literal["best", "paper"]
 WIDE = (2, 3, 4, 5, 6, 8)
@@ -28,9 +28,11 @@ class RunConfig:
     bits: float = 4.0
     act_bits: int | None = None
     target_size: int | None = None
+    target_bops: int | None = None
     choices: tuple[int, ...] | None = None
     joint: bool = True
     act_choices: tuple[int, ...] | None = None
+    profile: Profile = "accuracy"
     preset: Preset = "best"
     seed: int = 0
     images: int = 1024
@@ -49,6 +51,7 @@ class RunConfig:
     sites: Literal["published", "inputs"] = "inputs"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
+    rest_bits: Literal[16, 32] = 16
     # metric
     metric: str = "output"
     metric_images: int = 128
@@ -89,12 +92,11 @@ class RunConfig:
         hints = typing.get_type_hints(type(self))
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), hints[field.name])
-        if not MIN_BITS <= self.bits <= MAX_BITS:
-            raise ConfigError(f"bits must be in {MIN_BITS}..{MAX_BITS}, got {self.bits:g}")
-        for name in ("act_bits", "beta", "edge_bits", "matmul_bits"):
-            value = getattr(self, name)
-            if isinstance(value, int) and not MIN_BITS <= value <= MAX_BITS:
-                raise ConfigError(f"{name} must be in {MIN_BITS}..{MAX_BITS}, got {value}")
+        for name in ("bits", "act_bits", "beta", "edge_bits", "matmul_bits"):
+            value, most = getattr(self, name), self._most(name)
+            if isinstance(value, int | float) and not MIN_BITS <= value <= most:
+                why = "" if most == MAX_BITS else " with profile speed"
+                raise ConfigError(f"{name} must be in {MIN_BITS}..{most}{why}, got {value:g}")
         for name in (
             "images",
             "fit_images",
@@ -122,20 +124,34 @@ class RunConfig:
             raise ConfigError(f"seed must be below 2**63, got {self.seed}")
         if not 0 < self.mu <= 1:
             raise ConfigError(f"mu is a share of the blocks in (0, 1], got {self.mu:g}")
-        if self.target_size is not None and self.target_size < 1:
-            raise ConfigError(f"target_size must be positive, got {self.target_size}")
+        for name in ("target_size", "target_bops"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be positive, got {value}")
+        if self.target_bops is not None and self.matmul_bits == "follow":
+            raise ConfigError(
+                "with target_bops the attention products need a width of their own: "
+                "set matmul_bits to target or a number"
+            )
         for name in ("choices", "act_choices"):
             widths = getattr(self, name)
             if widths is None:
                 continue
-            wrong = [b for b in widths if not MIN_BITS <= b <= MAX_BITS]
+            most = self._most(name)
+            wrong = [b for b in widths if not MIN_BITS <= b <= most]
             if wrong or not widths or len(set(widths)) != len(widths):
+                why = "" if most == MAX_BITS else " with profile speed"
                 raise ConfigError(
-                    f"{name} must be different widths in {MIN_BITS}..{MAX_BITS}, "
+                    f"{name} must be different widths in {MIN_BITS}..{most}{why}, "
                     f"got {','.join(map(str, widths)) or 'none'}"
                 )
         if self.joint and self.act_choices is not None:
             raise ConfigError("act_choices are for separate widths: set joint to false")
+
+    def _most(self, name: str = "bits") -> int:
+        """The largest value of a width: layers for integer kernels have eight bits at most."""
+        layers = name not in ("beta", "matmul_bits")
+        return INTEGER_BITS if layers and self.profile == "speed" else MAX_BITS
 
     @property
     def target(self) -> LayerBits:
@@ -149,9 +165,10 @@ class RunConfig:
         weights = self.choices
         if weights is None:
             own = self.preset == "best" and self.target.weight < WIDE[-1] - 1
-            weights = WIDE if own else _paper_widths(self.target)
+            weights = WIDE if own else _paper_widths(self.target, self._most())
         if not self.joint:
-            activations = sorted(self.act_choices or _around(self.target.activation))
+            around = _around(self.target.activation, self._most())
+            activations = sorted(self.act_choices or around)
             return tuple(LayerBits(w, a) for w in sorted(weights) for a in activations)
         return tuple(LayerBits(b, self._activation(b)) for b in sorted(weights))
 
@@ -166,7 +183,7 @@ class RunConfig:
         if self.act_bits is None:
             return weight
         difference = self.act_bits - math.floor(self.bits + 1e-9)
-        return min(MAX_BITS, max(MIN_BITS, weight + difference))
+        return min(self._most(), max(MIN_BITS, weight + difference))
 
     def to_json(self) -> dict[str, Any]:
         """The effective values, ready for a report or a file header."""
@@ -176,17 +193,17 @@ class RunConfig:
         return {**asdict(self), **effective}
 
 
-def _paper_widths(target: LayerBits) -> tuple[int, ...]:
+def _paper_widths(target: LayerBits, most: int) -> tuple[int, ...]:
     """The paper's sets: 1..5 for 3/3 bits, 2..5 for 4/4, else two on either side."""
     low, high = target.weight - 2, target.weight + 2
     if target.weight == target.activation:
         low, high = {3: (1, 5), 4: (2, 5)}.get(target.weight, (low, high))
-    return tuple(range(max(MIN_BITS, low), min(MAX_BITS, high) + 1))
+    return tuple(range(max(MIN_BITS, low), min(most, high) + 1))
 
 
-def _around(target: int) -> tuple[int, ...]:
+def _around(target: int, most: int) -> tuple[int, ...]:
     """The width and its neighbours: each width more is as many fits again."""
-    return tuple(b for b in (target - 1, target, target + 1) if MIN_BITS <= b <= MAX_BITS)
+    return tuple(b for b in (target - 1, target, target + 1) if MIN_BITS <= b <= most)
 
 
 PAPER: dict[str, Any] = {
@@ -200,6 +217,7 @@ PAPER: dict[str, Any] = {
     "onebit": "adalog",
     "sites": "published",
     "edge_bits": "target",
+    "rest_bits": 32,
     "metric": "fisher",
     "metric_images": 256,
     "alpha_signal": "accuracy",

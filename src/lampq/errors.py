@@ -27,5 +27,9 @@ class FormatError(LampqError):
     """A file is not what its name or header says."""
 
 
+class ExportError(LampqError):
+    """A model cannot be exported, or its exported form is not what it should be."""
+
+
 class MissingDependencyError(LampqError):
     """An optional package is needed and not installed."""

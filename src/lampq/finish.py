@@ -65,7 +65,7 @@ def reconstructed(
         run.progress,
         run.states,
     )
-    trained = finisher(job)
+    trained = fits.stored(finisher(job))
     reference = predict(fits.model, held)
     before, after = (
         Quality.of(predict(one, held), reference, held.labels) for one in (model, trained)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ from torch import nn
 
 from lampq.allocate import ALLOCATORS, Allocator, check_feasible
 from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
-from lampq.artifact.pack import packed_size
 from lampq.calibrate import Stats, collect
 from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples, gather
@@ -25,18 +24,26 @@ from lampq.graph.attention import explicit
 from lampq.graph.discover import discover, missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
 from lampq.graph.rotate import rotate_attention_
+from lampq.limits import bops_limit, check_room, mean_within, size_limit
 from lampq.methods import METHODS, FitCache, Method, SiteWidths
 from lampq.methods.base import sums_of
 from lampq.methods.sequential import collect_in_order
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
-from lampq.quant.modules import assemble
 from lampq.reconstruct import FINISHERS, Finisher
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
-from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
+from lampq.types import (
+    INTEGER_BITS,
+    MAX_BITS,
+    Allocation,
+    BitPlan,
+    Budget,
+    LayerBits,
+    Limit,
+    ModelGraph,
+    Step,
+)
 
-# the preprocessing that a checkpoint may carry, as JSON
-HEADER_ROOM = 160
 # fields of plug-ins that the configuration calls by the paper's letter or by stage
 OPTION_OF_FIELD = {
     "penalty": "gamma",
@@ -80,7 +87,7 @@ class Result:
 
     def of_plan(self, plan: BitPlan) -> nn.Module:
         """The model at the widths of another plan, from the same fits."""
-        return assemble(self.fits.model, *self.fits.of_plan(plan))
+        return self.fits.assembled(plan)
 
 
 def packed(
@@ -127,6 +134,7 @@ def site_widths(config: RunConfig) -> SiteWidths:
     return SiteWidths(
         edge=target if edge == "target" else LayerBits(edge, edge),
         matmul=None if matmul == "follow" else target.activation if matmul == "target" else matmul,
+        rest=config.rest_bits,
     )
 
 
@@ -158,11 +166,15 @@ def prepare(
     if config.rotation == "attention":
         rotate_attention_(opened, config.seed)
     graph = discover(opened, patterns)
-    # the weight budget of a file size is known later
-    weights = MAX_BITS if config.target_size is not None else None
+    if config.profile == "speed":
+        graph = replace(graph, matmuls=(), sums=())
+    # what a file and its operations amount to is known later
+    weights = MAX_BITS if config.target_size or config.target_bops else None
     check_feasible(graph.allocatable, config.widths, budget_of(config, weights))
+    if config.target_size is not None:
+        check_room(graph.allocatable, config.widths, config.target_size)
     if plan is not None:
-        given_plan(graph, plan)
+        _check_widths(given_plan(graph, plan), config)
     finisher = None
     if config.reconstruct is not None:
         finisher = build(FINISHERS.get(config.reconstruct), config)
@@ -215,13 +227,13 @@ def _quantize(
 ) -> Result:
     job = prepare(model, config, patterns, given)
     source = source_of(model)
-    _warn_of_gaps(job.graph)
+    _warn_of_gaps(job.graph, config)
     samples = samples.subset(config.images, config.seed)
     fits = run.fits(lambda: _fits(job, samples, config, run)).at(site_widths(config), run.progress)
     opened, graph = fits.model, fits.graph
-    budget = budget_of(config)
-    if config.target_size is not None:
-        budget = _size_budget(config, fits, source)
+    budget = _budget(
+        config, fits, source, samples, None if given is None else given_plan(graph, given)
+    )
     uniform = _widest_uniform(graph, config, budget)
     scored = samples.subset(config.score_images, config.seed + 1)
     with run.progress.stage("refine"):
@@ -232,17 +244,7 @@ def _quantize(
     start: BitPlan | None = None
     if given is not None:
         plan = given_plan(graph, given)
-        over = budget.excess(plan)
-        if over[0]:
-            notices.append(
-                f"the given plan averages {plan.mean_weight_bits:.3f} bits, "
-                f"above the target of {budget.mean_bits:.3f}"
-            )
-        if over[1]:
-            notices.append(
-                f"the given plan averages {plan.mean_activation_bits:.3f} activation bits, "
-                f"above the target of {budget.mean_activation_bits:.3f}"
-            )
+        notices += [f"the given plan {complaint}" for complaint in budget.complaints(plan)]
     else:
         with run.progress.stage("metric"):
             evidence = Evidence(
@@ -262,7 +264,7 @@ def _quantize(
         }
         if start is not None and steps:
             calibration["start"] = scorer.quality(start)
-    final = assemble(opened, *fits.of_plan(plan))
+    final = fits.assembled(plan)
     run.on_plan(plan, final)
     reconstruction = None
     if job.finisher is not None:
@@ -343,8 +345,8 @@ def _statistics(
     )
 
 
-def _warn_of_gaps(graph: ModelGraph) -> None:
-    if not graph.matmuls:
+def _warn_of_gaps(graph: ModelGraph, config: RunConfig) -> None:
+    if not graph.matmuls and config.profile == "accuracy":
         warnings.warn(
             "the attention of this model is unknown to lampq: its matmuls stay in float",
             stacklevel=2,
@@ -358,30 +360,49 @@ def _warn_of_gaps(graph: ModelGraph) -> None:
 def _widest_uniform(graph: ModelGraph, config: RunConfig, budget: Budget) -> BitPlan:
     """The widest choice that fits the budget, for all layers."""
     plans = [BitPlan.uniform(graph.allocatable, bits) for bits in config.widths]
-    return [plan for plan in plans if budget.allows(plan)][-1]
+    within = [plan for plan in plans if budget.allows(plan)]
+    if not within:
+        raise BudgetError("no single choice for all layers is within every limit of the budget")
+    return within[-1]
 
 
-def _size_budget(config: RunConfig, fits: FitCache, source: ModelSource) -> Budget:
-    """The mean width that fills a file of the wanted size, everything in the file counted."""
-    assert config.target_size is not None, "only called with a size"
+def _budget(
+    config: RunConfig,
+    fits: FitCache,
+    source: ModelSource,
+    samples: Samples,
+    given: BitPlan | None,
+) -> Budget:
+    """The budget of a run: a mean width, or the limits that deployers have instead of it."""
+    limits: list[Limit] = []
     layers = fits.graph.allocatable
-    overheads = []
-    for bits in config.widths:
-        plan = BitPlan.uniform(layers, bits)
-        whole = packed(assemble(fits.model, *fits.of_plan(plan)), source, plan, config)
-        codes = sum(packed_size(layer.n_params, bits.weight) for layer in plan.layers)
-        overheads.append(len(whole) - codes)
-    # offsets in the header may take a digit more, and every layer up to a byte of padding
-    fixed = max(overheads) + HEADER_ROOM + 4 * len(fits.model.state_dict()) + len(layers)
-    room = 8 * (config.target_size - fixed)
-    weights = sum(layer.n_params for layer in layers)
-    if room < config.widths[0].weight * weights:
-        least = fixed + config.widths[0].weight * weights // 8 + 16
-        raise BudgetError(
-            f"a file of {config.target_size} bytes is too small: with every layer at "
-            f"{config.widths[0].weight} bits it takes {least} bytes"
-        )
-    return budget_of(config, room / weights)
+    # a given plan may have widths that are not among the choices
+    choices = tuple(sorted({*config.widths, *(given.widths if given else ())}))
+    if config.target_size is not None:
+
+        def write(plan: BitPlan) -> bytes:
+            return packed(fits.assembled(plan), source, plan, config)
+
+        limits.append(size_limit(fits, write, choices, config.target_size))
+    if config.target_bops is not None:
+        limits.append(bops_limit(fits, samples, choices, config.target_bops))
+    if not limits:
+        return budget_of(config)
+    budget = replace(budget_of(config, MAX_BITS), limits=tuple(limits))
+    check_feasible(layers, config.widths, budget)
+    # what the bytes leave for codes is no limit of its own: it is there to be read
+    means = [mean_within(one, fits, choices) for one in limits if one.name == "bytes"]
+    return replace(budget, mean_bits=means[0]) if means and means[0] > 0 else budget
+
+
+def _check_widths(plan: BitPlan, config: RunConfig) -> None:
+    """Raise if integer kernels are wanted for a layer that they are too narrow for."""
+    for name, bits in plan.items():
+        if config.profile == "speed" and max(bits.weight, bits.activation) > INTEGER_BITS:
+            raise ConfigError(
+                f"the plan has {bits} bits for {name!r}, and profile speed has at most "
+                f"{INTEGER_BITS}"
+            )
 
 
 def given_plan(graph: ModelGraph, given: Mapping[str, LayerBits]) -> BitPlan:

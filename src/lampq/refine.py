@@ -207,9 +207,14 @@ def propose(
 
     Weighted: the budget is kept by narrowing as many layers as the widened one needs, the least
     harm per freed bit first. Where widths are separate, weight bits pay for weight bits and
-    activation bits for activation bits.
+    activation bits for activation bits; so do bytes and bit operations where these are limited.
     """
     found = []
+    before = budget.taken(plan)
+    freed = {
+        move: tuple(a - b for a, b in zip(before, budget.taken(_applied(plan, move)), strict=True))
+        for move in harms
+    }
     for move, gain in gains.items():
         raised = _applied(plan, move)
         others = {other: harm for other, harm in harms.items() if other.layers != move.layers}
@@ -219,12 +224,12 @@ def propose(
                 (other,) for other in others if _moved(other.bits, plan[other.layers[0]]) == kind
             ]
         else:
-            bundles = _bundles(plan, budget.excess(raised), others)
+            bundles = _bundles(budget.excess(raised), others, freed)
         for bundle in bundles:
             after = raised
             for other in bundle:
                 after = _applied(after, other)
-            if options.swap_budget == "unweighted" and budget.excess(after)[1]:
+            if options.swap_budget == "unweighted" and any(budget.excess(after)[1:]):
                 continue
             narrowed = tuple(name for other in bundle for name in other.layers)
             net = gain - sum(others[other] for other in bundle)
@@ -233,22 +238,19 @@ def propose(
 
 
 def _bundles(
-    plan: BitPlan, excess: tuple[int, int], harms: Mapping[Move, float]
+    excess: tuple[int, ...],
+    harms: Mapping[Move, float],
+    saved: Mapping[Move, tuple[int, ...]],
 ) -> list[tuple[Move, ...]]:
-    """Every single move that pays for the excess, and the cheapest bundle of several."""
-    if excess == (0, 0):
+    """Every single move that pays for the excess, and the cheapest bundle of several.
+
+    ``saved`` is what each move frees of every limit.
+    """
+    if not any(excess):
         return [()]
-    sizes = {layer.name: layer.n_params for layer in plan.layers}
-    first = 0 if excess[0] else 1  # bundles are filled by the first of the limits exceeded
-    freed = {}
-    for move in harms:
-        old = plan[move.layers[0]]
-        saved = (
-            sum(sizes[name] for name in move.layers) * (old.weight - move.bits.weight),
-            len(move.layers) * (old.activation - move.bits.activation),
-        )
-        if saved[first]:
-            freed[move] = saved
+    # bundles are filled by the first of the limits exceeded
+    first = next(i for i, over in enumerate(excess) if over)
+    freed = {move: saved[move] for move in harms if saved[move][first] > 0}
 
     def pays(moves: list[Move]) -> bool:
         return all(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lampq.artifact.checkpoint import write_atomically
 from lampq.artifact.fits import FitFolder
@@ -102,7 +102,7 @@ def _dump(path: Path, content: Any) -> None:
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def check_labels(samples: Samples, loaded: nn.Module) -> None:
+def check_labels(samples: Samples, loaded: Callable[[Tensor], Tensor]) -> None:
     """Raise if the model cannot take the pictures, or has no class for a label."""
     with torch.no_grad():
         try:
@@ -118,7 +118,9 @@ def check_labels(samples: Samples, loaded: nn.Module) -> None:
         )
 
 
-def score(model: nn.Module, samples: Samples, progress: Progress, label: str) -> dict[str, float]:
+def score(
+    model: Callable[[Tensor], Tensor], samples: Samples, progress: Progress, label: str
+) -> dict[str, float]:
     """Accuracy in percent, and the number of images."""
     labels = samples.require_labels("an accuracy")
     batches = -(-len(samples) // BATCH)

@@ -17,7 +17,6 @@ from lampq.methods import FitCache, FitStore
 from lampq.methods.base import LinearView
 from lampq.metrics import Sensitivity
 from lampq.progress import Journal, Progress
-from lampq.quant.modules import assemble
 from lampq.reconstruct import NoStore, StateStore
 from lampq.refine import RefineOptions, refine
 from lampq.types import BitPlan, Budget, LayerBits, Step
@@ -49,7 +48,7 @@ class PlanScorer:
         """Score later plans as changes of this one."""
         self._base = None
         if self.fits.graph.blocks and all(layer.block >= 0 for layer in plan.layers):
-            model = assemble(self.fits.model, *self.fits.of_plan(plan))
+            model = self.fits.assembled(plan)
             self._base = (plan, PrefixCache(model, self.fits.graph.blocks, self.samples))
 
     def quality(self, plan: BitPlan) -> Quality:
@@ -59,7 +58,7 @@ class PlanScorer:
         return Quality(*values)
 
     def _measure(self, plan: BitPlan) -> list[float]:
-        model = assemble(self.fits.model, *self.fits.of_plan(plan))
+        model = self.fits.assembled(plan)
         if self._base is None:
             logits = predict(model, self.samples)
         else:
@@ -72,7 +71,8 @@ class PlanScorer:
 
 def _widths(fits: FitCache, plan: BitPlan) -> str:
     """The widths of all sites, those outside the plan too."""
-    return f"{fits.sites.edge} {fits.sites.matmul} {' '.join(map(str, plan.widths))}"
+    sites = fits.sites
+    return f"{sites.edge} {sites.matmul} {sites.rest} {' '.join(map(str, plan.widths))}"
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def cumulative_errors(fits: FitCache, plan: BitPlan, samples: Samples) -> dict[s
 
     Both models run in lock-step, batch by batch; no activation outlives its batch.
     """
-    quantized = assemble(fits.model, *fits.of_plan(plan))
+    quantized = fits.assembled(plan)
     names = list(plan)
     biases = {name: LinearView.of(fits.model, fits.graph.layer(name)).bias for name in names}
     sums = {name: [0.0, 0.0] for name in names}
@@ -146,7 +146,7 @@ def improved(
     )
     steps: list[Step] = []
     with run.progress.stage("refine"):
-        run.on_plan(plan, assemble(scorer.fits.model, *scorer.fits.of_plan(plan)))
+        run.on_plan(plan, scorer.fits.assembled(plan))
         if config.exchanges == 0:
             return plan, ()
         scorer.rebase(plan)
@@ -165,7 +165,7 @@ def improved(
             if step.accepted:
                 plan = step.plan
                 scorer.rebase(plan)
-                run.on_plan(plan, assemble(scorer.fits.model, *scorer.fits.of_plan(plan)))
+                run.on_plan(plan, scorer.fits.assembled(plan))
     return plan, tuple(steps)
 
 

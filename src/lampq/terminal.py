@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lampq.evaluate import interval95
 from lampq.progress import Progress
-from lampq.report import plan_rows
+from lampq.report import headline, plan_rows
 from lampq.report.table import COLUMNS, SPREAD_COLUMNS, cells, remarks, spread_cells
 from lampq.types import BitPlan
 
@@ -93,7 +93,7 @@ def _minutes(seconds: float) -> str:
 def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
     """Accuracy, size and plan of a finished run."""
     console = Console()
-    table = Table(title=f"{report['model']['name']} at {report['bits']['target']:.3g} bits")
+    table = Table(title=headline(report))
     for column in ("model", "top-1 [%]", "±", "mean weight bits", "file", "smaller"):
         table.add_column(column, justify="left" if column == "model" else "right")
     float_bytes = report["float_bytes"]
@@ -169,3 +169,37 @@ def plan_table(plan: BitPlan) -> Table:
     for block, row in plan_rows(plan):
         table.add_row(block, *(row.get(role, "") for role in roles))
     return table
+
+
+def print_bench(found: Mapping[str, Any], out: Path | None) -> None:
+    """Times of all forms of a model, and what they mean in words."""
+    console = Console()
+    settings = sorted({(row["batch"], row["threads"]) for row in found["rows"]})
+    for batch, threads in settings:
+        images = "1 image" if batch == 1 else f"{batch} images"
+        title = f"{found['model']}, {images}, {threads} thread{'s' if threads > 1 else ''}"
+        table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        for column in ("runtime", "form"):
+            table.add_column(column)
+        for column in ("ms", "images/s", "x torch fp32", "x same runtime"):
+            table.add_column(column, justify="right")
+        for row in found["rows"]:
+            if (row["batch"], row["threads"]) == (batch, threads):
+                table.add_row(
+                    row["runtime"],
+                    row["kind"],
+                    f"{row['milliseconds']:.3g}",
+                    f"{row['images_per_second']:.4g}",
+                    *(_spread(row[key]) for key in ("against_torch", "against_runtime")),
+                )
+        console.print(table)
+    loading = ", ".join(f"{name} {value:.2f} s" for name, value in found["load_seconds"].items())
+    console.print(f"loading the packed file: {loading}", highlight=False)
+    for remark in found["remarks"]:
+        console.print(remark, highlight=False, markup=False)
+    if out is not None:
+        console.print(f"chart {out / 'bench.png'}", highlight=False, soft_wrap=True)
+
+
+def _spread(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"

@@ -52,26 +52,38 @@ def width(text: str | None) -> str | int | None:
     return int(text) if text is not None and text.isdigit() else text
 
 
+SIZES = {
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "b": 1,
+    "": 1,
+}
+COUNTS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "": 1}
+
+
 def size_in_bytes(text: str | None) -> int | None:
     """A size with or without a unit."""
+    return _with_unit(text, SIZES, "target-size must be like 3.5MB or 2000000")
+
+
+def bit_operations(text: str | None) -> int | None:
+    """A number of operations with or without a unit."""
+    return _with_unit(text, COUNTS, "target-bops must be like 20G or 20000000000")
+
+
+def _with_unit(text: str | None, units: dict[str, int], expected: str) -> int | None:
     if text is None:
         return None
-    units = {
-        "kb": 10**3,
-        "mb": 10**6,
-        "gb": 10**9,
-        "kib": 2**10,
-        "mib": 2**20,
-        "gib": 2**30,
-        "b": 1,
-        "": 1,
-    }
     number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text[len(number) :].strip().lower()
     try:
         return int(float(number) * units[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ConfigError(f"target-size must be like 3.5MB or 2000000, got {text!r}") from None
+        raise ConfigError(f"{expected}, got {text!r}") from None
 
 
 def preprocessing_with(

@@ -14,6 +14,10 @@ from lampq.errors import BudgetError, ConfigError, GraphError
 
 MIN_BITS = 1
 MAX_BITS = 10
+# what integer kernels have: a wider layer is computed in float
+INTEGER_BITS = 8
+# what a model is quantized for: all values as the method likes them, or integer kernels only
+Profile = Literal["accuracy", "speed"]
 
 
 class LayerRole(StrEnum):
@@ -203,15 +207,34 @@ class BitPlan(Mapping[str, LayerBits]):
 
 
 @dataclass(frozen=True, slots=True)
+class Limit:
+    """An upper limit on a sum over the searched layers, such as bytes of the file.
+
+    ``amounts`` has a whole number for each layer at each of its choices; ``fixed`` is what all
+    else takes.
+    """
+
+    name: str
+    most: int
+    amounts: Mapping[tuple[str, LayerBits], int]
+    fixed: int = 0
+
+    def of(self, plan: BitPlan) -> int:
+        """What the plan takes, with all else."""
+        return self.fixed + sum(self.amounts[name, bits] for name, bits in plan.items())
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """An upper limit on the mean weight width of the searched layers, over parameters.
 
     ``mean_activation_bits`` limits the mean width of their inputs too, over layers; None sets no
-    limit.
+    limit. ``limits`` are those on other sums.
     """
 
     mean_bits: float
     mean_activation_bits: float | None = None
+    limits: tuple[Limit, ...] = ()
 
     def __post_init__(self) -> None:
         for mean in (self.mean_bits, self.mean_activation_bits):
@@ -229,31 +252,49 @@ class Budget:
             return None
         return int(self.mean_activation_bits * len(layers) * (1 + 1e-9))
 
-    def excess(self, plan: BitPlan) -> tuple[int, int]:
-        """Weight bits and activation bits above the limits; zero where the plan is within."""
-        limit = self.activation_limit(plan.layers)
-        return (
-            max(0, plan.total_weight_bits - self.limit(plan.layers)),
-            0 if limit is None else max(0, plan.total_activation_bits - limit),
+    def taken(self, plan: BitPlan) -> tuple[int, ...]:
+        """Weight bits, activation bits, and what the plan takes of every other limit."""
+        others = (limit.of(plan) for limit in self.limits)
+        return (plan.total_weight_bits, plan.total_activation_bits, *others)
+
+    def excess(self, plan: BitPlan) -> tuple[int, ...]:
+        """What the plan takes above each limit; zero where it is within."""
+        most = (
+            self.limit(plan.layers),
+            self.activation_limit(plan.layers),
+            *(limit.most for limit in self.limits),
+        )
+        return tuple(
+            0 if limit is None else max(0, amount - limit)
+            for amount, limit in zip(self.taken(plan), most, strict=True)
         )
 
     def allows(self, plan: BitPlan) -> bool:
         """Whether the plan is within the limits."""
-        return self.excess(plan) == (0, 0)
+        return not any(self.excess(plan))
+
+    def complaints(self, plan: BitPlan) -> tuple[str, ...]:
+        """What the plan takes too much of, and how much is allowed; empty if it is within."""
+        weight, activation, *others = self.excess(plan)
+        found = []
+        if weight:
+            found.append(
+                f"averages {plan.mean_weight_bits:.4f} bits, the budget allows {self.mean_bits:.4f}"
+            )
+        if activation:
+            found.append(
+                f"averages {plan.mean_activation_bits:.4f} activation bits, "
+                f"the budget allows {self.mean_activation_bits:.4f}"
+            )
+        for limit, over in zip(self.limits, others, strict=True):
+            if over:
+                found.append(f"takes {limit.of(plan)} {limit.name}, the budget allows {limit.most}")
+        return tuple(found)
 
     def checked(self, plan: BitPlan) -> BitPlan:
         """The plan itself, or a BudgetError if it is over a limit."""
-        weight, activation = self.excess(plan)
-        if weight:
-            raise BudgetError(
-                f"the plan averages {plan.mean_weight_bits:.4f} bits, "
-                f"the budget allows {self.mean_bits:.4f}"
-            )
-        if activation:
-            raise BudgetError(
-                f"the plan averages {plan.mean_activation_bits:.4f} activation bits, "
-                f"the budget allows {self.mean_activation_bits:.4f}"
-            )
+        for complaint in self.complaints(plan):
+            raise BudgetError(f"the plan {complaint}")
         return plan
 
 

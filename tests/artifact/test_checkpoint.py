@@ -21,6 +21,7 @@ import lampq
 from lampq.artifact.checkpoint import (
     FORMAT_VERSION,
     checkpoint_bytes,
+    digest,
     load_checkpoint,
     read_checkpoint,
     write_atomically,
@@ -57,11 +58,12 @@ def written(vit: Case, tmp_path: Path) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[Content, Tensors], None]) -> None:
-    """Write the file again with its header and tensors changed."""
+    """Write the file again with its header and tensors changed, as lampq would."""
     with safe_open(path, framework="pt") as opened:
         content = json.loads(opened.metadata()["lampq"])
         tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     change(content, tensors)
+    content["digest"] = digest(content, tensors)
     save_file(tensors, path, metadata={"lampq": json.dumps(content)})
 
 
@@ -183,7 +185,7 @@ def test_whole_zero_points_take_one_byte(vit: Case, written: Path) -> None:
 
 def test_the_header_says_what_is_inside(vit: Case, written: Path) -> None:
     header, tensors = read_checkpoint(written)
-    assert header.content["format_version"] == 1 <= FORMAT_VERSION
+    assert header.content["format_version"] == 2 <= FORMAT_VERSION
     assert header.content["lampq_version"] == lampq.__version__
     assert header.source == USER
     listed = dict(header.layers())
@@ -203,6 +205,42 @@ def test_a_newer_format_version_is_refused_by_message(written: Path) -> None:
     expected = f"format version {FORMAT_VERSION + 1}, this lampq reads up to {FORMAT_VERSION}"
     with pytest.raises(FormatError, match=f"{expected}: install a newer lampq"):
         load_checkpoint(written)
+
+
+@pytest.mark.parametrize("version", [0, -3])
+def test_a_version_that_never_was_is_refused(written: Path, version: int) -> None:
+    rewrite(written, lambda content, _: content.update(format_version=version))
+    with pytest.raises(FormatError, match=f"format version {version}, which does not exist"):
+        load_checkpoint(written)
+
+
+def test_a_file_of_the_first_version_needs_no_digest(vit: Case, written: Path) -> None:
+    expected = logits_of(load_checkpoint(written, vit.original), vit.samples.images)
+    with safe_open(written, framework="pt") as opened:
+        content = json.loads(opened.metadata()["lampq"])
+        tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
+    del content["digest"]
+    content["format_version"] = 1
+    save_file(tensors, written, metadata={"lampq": json.dumps(content)})
+    loaded = load_checkpoint(written, vit.original)
+    assert torch.equal(logits_of(loaded, vit.samples.images), expected)
+
+
+@pytest.mark.parametrize("place", [-1, -400, -4000], ids=str)
+def test_a_changed_byte_is_noticed(vit: Case, written: Path, place: int) -> None:
+    content = bytearray(written.read_bytes())
+    content[place] ^= 1
+    written.write_bytes(bytes(content))
+    with pytest.raises(FormatError, match="was changed after lampq wrote it, or is damaged"):
+        load_checkpoint(written, vit.original)
+
+
+def test_a_changed_header_is_noticed(vit: Case, written: Path) -> None:
+    content = written.read_bytes()
+    assert b'\\"role\\":\\"qkv\\"' in content
+    written.write_bytes(content.replace(b'\\"role\\":\\"qkv\\"', b'\\"role\\":\\"fc1\\"', 1))
+    with pytest.raises(FormatError, match="was changed after lampq wrote it"):
+        load_checkpoint(written, vit.original)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 200, -1], ids=str)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -12,7 +13,9 @@ from lampq.errors import GraphError
 from lampq.methods import METHODS
 from lampq.methods.base import FitCache, LinearView, SiteWidths, layer_output
 from lampq.methods.minmax import MinMax
-from lampq.quant.modules import LayerFit, MatmulFit, quantized_layer
+from lampq.progress import Progress
+from lampq.quant.half import halved, is_half
+from lampq.quant.modules import LayerFit, MatmulFit, assemble, quantized_layer
 from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec
 
 SITES = SiteWidths(LayerBits(8, 8), None)
@@ -176,3 +179,16 @@ def test_the_output_of_a_fit_is_that_of_its_layer_behind_its_folded_norm(
     inputs = stats.inputs if fit.fold is None else fit.fold.of_inputs(stats.inputs)
     module = quantized_layer(fit, vit.model.get_submodule(spec.name))
     torch.testing.assert_close(layer_output(fit, stats.inputs), module(inputs))
+
+
+def test_an_assembled_model_is_as_stored_and_leaves_the_fits_alone(vit: Case) -> None:
+    plan = BitPlan.uniform(vit.graph.allocatable, LayerBits(3, 3))
+    sites = SiteWidths(LayerBits(8, 8), 4, rest=16)
+    fits = FitCache(vit.model, vit.graph, METHODS.get("minmax")(), vit.stats, sites)
+    before = [copy.deepcopy(fit) for fit in fits.of_plan(plan)[0]]
+    model = fits.assembled(plan)
+    assert all(map(same_fit, before, fits.of_plan(plan)[0]))
+    expected = halved(assemble(vit.model, *fits.of_plan(plan))).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    whole = fits.at(SITES, Progress()).assembled(plan)
+    assert not is_half(whole.get_submodule("norm").weight)

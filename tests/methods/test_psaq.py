@@ -135,23 +135,33 @@ def test_more_activation_bits_come_closer_to_the_float_model(case: Case) -> None
     assert gap(8) < gap(6) < gap(4)
 
 
-def test_a_checkpoint_keeps_outputs_and_sums_in_format_two(case: Case, tmp_path: Path) -> None:
+def test_a_checkpoint_keeps_outputs_and_sums_in_format_three(case: Case, tmp_path: Path) -> None:
     model = assemble(case.model, *fits_of(case, "psaq", 9))
     path = tmp_path / "model.safetensors"
     path.write_bytes(checkpoint_bytes(model, USER, {}))
     header, _ = read_checkpoint(path)
-    assert header.content["format_version"] == 2
+    assert header.content["format_version"] == 3
     loaded = load_checkpoint(path, case.original)
     assert torch.equal(predict(loaded, case.samples), predict(model, case.samples))
     sums = [m for m in loaded.modules() if isinstance(m, QuantSum)]
     assert len(sums) == len(case.graph.sums)
 
 
-def test_a_checkpoint_without_them_stays_in_format_one(vit: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "version"), [(LayerBits(8, 8), 2), (LayerBits(8, 9), 3), (LayerBits(9, 8), 3)], ids=str
+)
+def test_a_checkpoint_without_them_needs_format_three_for_wide_layers_only(
+    vit: Case, tmp_path: Path, bits: LayerBits, version: int
+) -> None:
+    fits = FitCache(
+        vit.model, vit.graph, METHODS.get("minmax")(), vit.stats, SiteWidths(LayerBits(8, 8), 8)
+    )
+    model = fits.assembled(BitPlan.uniform(vit.graph.allocatable, bits))
     path = tmp_path / "model.safetensors"
-    model = assemble(vit.model, *fits_of(vit, "minmax", 8))
     path.write_bytes(checkpoint_bytes(model, USER, {}))
-    assert read_checkpoint(path)[0].content["format_version"] == 1
+    assert read_checkpoint(path)[0].content["format_version"] == version
+    loaded = load_checkpoint(path, vit.original)
+    assert torch.equal(predict(loaded, vit.samples), predict(model, vit.samples))
 
 
 def test_training_starts_from_the_same_quantized_model(case: Case) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -22,6 +23,7 @@ from lampq.graph.attention import explicit
 from lampq.graph.blocks import Sum
 from lampq.models import ModelSource, load_state
 from lampq.quant.base import Quantizer, describe, rebuild
+from lampq.quant.half import is_half
 from lampq.quant.modules import (
     LayerFit,
     MatmulFit,
@@ -35,8 +37,9 @@ from lampq.quant.modules import (
 from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec, SumSpec
 from lampq.version import __version__
 
-# what this lampq reads; a file has the first version that suffices
-FORMAT_VERSION = 2
+# what this lampq reads. 2: numbers in half precision where that is exact, and a digest;
+# 3: layers above eight bits, quantized outputs, products and sums, operands in float
+FORMAT_VERSION = 3
 KEY = "lampq"
 
 
@@ -61,6 +64,10 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise LampqError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
+# how whole and half-precision numbers are stored
+SHORT = (torch.uint8, torch.float16)
+
+
 def _stored_quantizer(name: str, quantizer: Quantizer) -> dict[str, Tensor]:
     """Buffers of a quantizer; whole zero points take one byte each."""
     stored = {}
@@ -78,7 +85,7 @@ def _loaded_quantizer(
     prefix = f"{name}."
     mine = {k: tensors.pop(k) for k in list(tensors) if k.startswith(prefix)}
     buffers = {
-        key.removeprefix(prefix): value.float() if value.dtype == torch.uint8 else value
+        key.removeprefix(prefix): value.float() if value.dtype in SHORT else value
         for key, value in mine.items()
     }
     return rebuild(description, buffers)
@@ -119,6 +126,9 @@ def checkpoint_bytes(model: nn.Module, source: ModelSource, notes: Mapping[str, 
             _drop(state, name)
             sums[name] = _described(name, {"quantizer": module.quantizer}, tensors)
     tensors.update(state)
+    contiguous = {
+        key: _stored(value.detach().cpu()).clone().contiguous() for key, value in tensors.items()
+    }
     header = {
         "format_version": _version(layers, matmuls, sums),
         "lampq_version": __version__,
@@ -128,7 +138,7 @@ def checkpoint_bytes(model: nn.Module, source: ModelSource, notes: Mapping[str, 
         **({"sums": sums} if sums else {}),
         **notes,
     }
-    contiguous = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
+    header["digest"] = digest(header, contiguous)
     return to_bytes(contiguous, metadata={KEY: json.dumps(header, separators=(",", ":"))})
 
 
@@ -143,10 +153,26 @@ def _described(
 
 
 def _version(layers: Mapping[str, Any], matmuls: Mapping[str, Any], sums: Mapping[str, Any]) -> int:
-    """The first format version that has all of this."""
-    wide = any(entry["bits"][0] > 8 or "output_quantizer" in entry for entry in layers.values())
+    """The first format version, from 2 on, that has all of this."""
+    more = any(max(entry["bits"]) > 8 or "output_quantizer" in entry for entry in layers.values())
     unlike = any(set(entry) != {"left", "right"} for entry in matmuls.values())
-    return 2 if wide or unlike or sums else 1
+    return 3 if more or unlike or sums else 2
+
+
+def _stored(values: Tensor) -> Tensor:
+    return values.half() if values.dim() and is_half(values) else values
+
+
+def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """What tells whether a header or a tensor has been changed."""
+    found = hashlib.sha256()
+    content = {key: value for key, value in header.items() if key != "digest"}
+    found.update(json.dumps(content, sort_keys=True).encode())
+    for key in sorted(tensors):
+        values = tensors[key]
+        found.update(f"{key} {values.dtype} {tuple(values.shape)}".encode())
+        found.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def _drop(state: dict[str, Any], name: str) -> None:
@@ -190,13 +216,17 @@ class Header:
 
 
 def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
-    """Header and tensors of a checkpoint, with its version checked."""
+    """Header and tensors of a checkpoint, with its version and its digest checked."""
     header = read_header(path)
     try:
         with safe_open(path, framework="pt") as opened:
-            return header, {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise FormatError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
+    content = header.content
+    if content["format_version"] > 1 and content.get("digest") != digest(content, tensors):
+        raise FormatError(f"{str(path)!r} was changed after lampq wrote it, or is damaged")
+    return header, tensors
 
 
 def read_header(path: Path) -> Header:
@@ -215,9 +245,11 @@ def read_header(path: Path) -> Header:
         )
     try:
         content = json.loads(metadata[KEY])
-        version = int(content["format_version"])
+        version = content["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(f"the header of {str(path)!r} cannot be read: {error}") from error
+    if type(version) is not int or version < 1:
+        raise FormatError(f"{str(path)!r} has format version {version!r}, which does not exist")
     if version > FORMAT_VERSION:
         raise FormatError(
             f"{str(path)!r} has format version {version}, this lampq reads up to "
@@ -274,7 +306,7 @@ def _loaded_fit(
     spec: LayerSpec, bits: LayerBits, entry: Mapping[str, Any], tensors: dict[str, Tensor]
 ) -> LayerFit:
     codes = unpack(tensors.pop(f"{spec.name}.codes"), bits.weight, tuple(entry["shape"]))
-    bias = tensors.pop(f"{spec.name}.bias")
+    bias = tensors.pop(f"{spec.name}.bias").float()
     if bias.shape != (entry["shape"][0],):
         raise FormatError(f"the bias of {spec.name!r} has shape {tuple(bias.shape)}")
     return LayerFit(

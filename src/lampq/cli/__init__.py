@@ -1,4 +1,4 @@
-"""lampq quantize, compare, synthesize, eval, show, report: the app, and what commands share."""
+"""The application lampq, and what its commands share."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 # the commands register themselves with the app above, in the order of its help
-from lampq.cli import quantize, compare, synthesize, inspect  # noqa: E402, I001
+from lampq.cli import quantize, compare, synthesize, inspect, deploy  # noqa: E402, I001
 
 
 @app.command("version")
@@ -110,4 +110,13 @@ def version_command() -> None:
     print(__version__)
 
 
-__all__ = ["TerminalProgress", "app", "compare", "inspect", "main", "quantize", "synthesize"]
+__all__ = [
+    "TerminalProgress",
+    "app",
+    "compare",
+    "deploy",
+    "inspect",
+    "main",
+    "quantize",
+    "synthesize",
+]

@@ -9,14 +9,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lampq.artifact.checkpoint import load_checkpoint, read_checkpoint
+from lampq.artifact.checkpoint import Header, read_checkpoint
+from lampq.artifact.onnx.file import read_onnx
 from lampq.cli import app, guarded, pictures
 from lampq.data import list_folder
 from lampq.errors import ConfigError
 from lampq.evaluate import interval95
+from lampq.export import profile_of
 from lampq.models import preprocessing_of
 from lampq.report.folder import remake_page
 from lampq.runfolder import check_labels, score
+from lampq.runtime import check_runtime, load
 from lampq.terminal import TerminalProgress, plan_table
 from lampq.typed import preprocessing_with
 from lampq.types import BitPlan
@@ -25,7 +28,11 @@ from lampq.types import BitPlan
 @app.command("eval")
 @guarded
 def eval_command(
-    checkpoint: Annotated[Path, typer.Argument(help="model.safetensors of a run")],
+    checkpoint: Annotated[Path, typer.Argument(help="model.safetensors of a run, or model.onnx")],
+    runtime: Annotated[
+        str | None,
+        typer.Option(help="torch, onnxruntime or openvino [torch; onnxruntime for .onnx]"),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="pictures; bundled ones if absent")] = None,
     images: Annotated[int | None, typer.Option(help="how many pictures to score")] = None,
     seed: Annotated[int, typer.Option(help="seed of the choice of pictures")] = 0,
@@ -35,13 +42,16 @@ def eval_command(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
 ) -> None:
-    """Score a quantized model on pictures."""
-    header, _ = read_checkpoint(checkpoint)
+    """Score a quantized model on pictures, in the form in which it is deployed."""
+    onnx = checkpoint.suffix == ".onnx"
+    engine = runtime or ("onnxruntime" if onnx else "torch")
+    check_runtime(engine)
+    header = Header(read_onnx(checkpoint)[0]) if onnx else read_checkpoint(checkpoint)[0]
     if data is not None:
         list_folder(data)
     if images is not None and images < 1:
         raise ConfigError(f"images must be at least 1, got {images}")
-    model = load_checkpoint(checkpoint)
+    model = load(checkpoint, engine)
     bundled = header.source.kind == "bundled"
     own = header.preprocessing or preprocessing_of(header.source.build())
     how = preprocessing_with(own, mean, std, crop_pct)
@@ -54,10 +64,12 @@ def eval_command(
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
     result = score(model, samples, progress, "scoring")
     if as_json:
-        print(json.dumps({**result, "model": header.source.name, "file": str(checkpoint)}))
+        about = {"model": header.source.name, "file": str(checkpoint), "runtime": engine}
+        print(json.dumps({**result, **about}))
     else:
         half = interval95(result["top1"], int(result["images"]))
-        print(f"top-1 {result['top1']:.2f} % (±{half:.2f}) on {result['images']} images")
+        where = "" if engine == "torch" else f" in {engine}"
+        print(f"top-1 {result['top1']:.2f} % (±{half:.2f}) on {result['images']} images{where}")
 
 
 @app.command("show")
@@ -79,7 +91,7 @@ def show_command(
     console.print(
         f"{header.source.name}, lampq {header.content['lampq_version']}, format "
         f"{header.content['format_version']}, {checkpoint.stat().st_size / 1e6:.3f} MB, "
-        f"method {header.content['config']['method']}",
+        f"method {header.content['config']['method']}, profile {profile_of(header)}",
         highlight=False,
     )
     console.print(

@@ -24,7 +24,14 @@ from lampq.models import DEFAULT_MODEL
 from lampq.pipeline import prepare
 from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan, run_job
 from lampq.terminal import TerminalProgress, print_result
-from lampq.typed import OptionalName, numbers, preprocessing_with, size_in_bytes, width
+from lampq.typed import (
+    OptionalName,
+    bit_operations,
+    numbers,
+    preprocessing_with,
+    size_in_bytes,
+    width,
+)
 from lampq.zero_shot import DEFAULT_IMAGES, RECIPES
 
 METHOD, METRIC, EXCHANGES = "Base method", "Metric", "Allocation and exchanges"
@@ -42,6 +49,9 @@ def quantize_command(
     bits: Annotated[float | None, typer.Option(help="mean weight bits [4]")] = None,
     act_bits: Annotated[int | None, typer.Option(help="(mean) activation bits")] = None,
     target_size: Annotated[str | None, typer.Option(help="file size, e.g. 3.5MB")] = None,
+    target_bops: Annotated[
+        str | None, typer.Option(help="bit operations for one image, e.g. 20G")
+    ] = None,
     choices: Annotated[str | None, typer.Option(help="widths to choose from: 1,2,3,4,5")] = None,
     joint: Annotated[
         bool | None,
@@ -49,6 +59,10 @@ def quantize_command(
     ] = None,
     act_choices: Annotated[
         str | None, typer.Option(help="input widths to choose from (--no-joint): 2,3,4")
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="accuracy, or speed: for integer kernels, attention products in float"),
     ] = None,
     preset: Annotated[str | None, typer.Option(help="best or paper")] = None,
     plan: Annotated[Path | None, typer.Option(help="plan.json to use instead of a search")] = None,
@@ -121,6 +135,10 @@ def quantize_command(
     matmul_bits: Annotated[
         str | None,
         typer.Option(help="attention products: target, follow or a width", rich_help_panel=METHOD),
+    ] = None,
+    rest_bits: Annotated[
+        int | None,
+        typer.Option(help="scales, biases, norms, embeddings: 16 or 32", rich_help_panel=METHOD),
     ] = None,
     metric: Annotated[
         str | None,
@@ -269,6 +287,7 @@ def quantize_command(
     given["choices"] = numbers(choices, "choices", int)
     given["act_choices"] = numbers(act_choices, "act-choices", int)
     given["target_size"] = size_in_bytes(target_size)
+    given["target_bops"] = bit_operations(target_bops)
     given["edge_bits"], given["matmul_bits"] = width(edge_bits), width(matmul_bits)
     options = {} if config is None else read_toml(config)
     options |= {key: value for key, value in given.items() if value is not None}

@@ -71,3 +71,8 @@ def known_blocks() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
         vision_transformer.Block: ExplicitBlock,
         swin_transformer.SwinTransformerBlock: _explicit_swin_block(),
     }
+
+
+def explicit_blocks() -> tuple[type[nn.Module], ...]:
+    """The kinds of blocks that have explicit sums."""
+    return ExplicitBlock, _explicit_swin_block()

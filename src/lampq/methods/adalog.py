@@ -33,7 +33,7 @@ from lampq.quant.fold import NormFold
 from lampq.quant.log import LogQuantizer, ZeroCode
 from lampq.quant.modules import LayerFit, MatmulFit
 from lampq.quant.uniform import UniformQuantizer
-from lampq.types import LayerBits, LayerRole, MatmulSpec
+from lampq.types import LayerBits, LayerRole, MatmulSpec, Profile
 
 FOLD_POWERS = (1.0, 0.75, 0.5, 0.25)
 # enough to tell folds apart
@@ -57,6 +57,7 @@ class AdaLog:
     are enormous they alone make that sum, and everything else may be rounded to zero. "relative"
     also looks at the error of each token in proportion to its size: weights are fitted to that,
     inputs to the geometric mean of both, so that large and ordinary tokens count alike.
+    ``profile``: "speed" gives the input behind GELU a uniform grid, as integer kernels need it.
     """
 
     name: ClassVar[str] = "adalog"
@@ -68,6 +69,7 @@ class AdaLog:
     compensation: Literal["none", "gptq"] = "none"
     fold: Literal["full", "searched"] = "full"
     error: Literal["plain", "relative"] = "plain"
+    profile: Profile = "accuracy"
 
     @property
     def depth(self) -> SearchDepth:
@@ -90,7 +92,7 @@ class AdaLog:
         problem = LayerSearch(self, weight, inputs, bits, bias)
         if layer.spec.role is LayerRole.PATCH_EMBED:
             problem.search_weight()
-        elif layer.spec.role is LayerRole.FC2:
+        elif layer.spec.role is LayerRole.FC2 and self.profile == "accuracy":
             problem.search_log_input()
             for _ in range(self.rounds):
                 problem.search_weight()

@@ -37,7 +37,7 @@ from lampq.methods.ptq4vit import (
 from lampq.quant.base import Quantizer
 from lampq.quant.modules import LayerFit, MatmulFit, replace_module
 from lampq.quant.uniform import UniformQuantizer
-from lampq.types import LayerBits, MatmulSpec
+from lampq.types import LayerBits, MatmulSpec, Profile
 
 
 def without_bottom(error: Tensor, share: float) -> Tensor:
@@ -101,12 +101,19 @@ class APQ:
     rounds: int = 1
     tokens: int = 512
     maps: int = 8
+    profile: Profile = "accuracy"
 
     def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
         """The layer at that width."""
         errors = self._layer_errors(layer, stats)
         return fit_layer(
-            layer, bits, stats.inputs, errors, candidates=self.candidates, rounds=self.rounds
+            layer,
+            bits,
+            stats.inputs,
+            errors,
+            candidates=self.candidates,
+            rounds=self.rounds,
+            profile=self.profile,
         )
 
     def _layer_errors(self, layer: LinearView, stats: LayerStats) -> LayerErrors:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lampq.calibrate import LayerStats, MatmulStats, Stats
 from lampq.progress import Progress
-from lampq.quant.modules import LayerFit, MatmulFit, SiteFit, SumFit, applied
+from lampq.quant.half import halved
+from lampq.quant.modules import LayerFit, MatmulFit, SiteFit, SumFit, applied, assemble
 from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec, ModelGraph, SumSpec
 
 
@@ -91,11 +92,13 @@ class SiteWidths:
 
     ``edge``: patch embedding, head and Swin's reduction. ``matmul``: both operands of the attention
     products, and residual sums; or None to follow the plan (q, k, v as the block's qkv, softmax as
-    its proj, a sum as the layer before it).
+    its proj, a sum as the layer before it). ``rest``: what is not quantized, and the scales of the
+    weights; 16 or 32.
     """
 
     edge: LayerBits
     matmul: int | None
+    rest: int = 32
 
     def of_matmul(self, site: MatmulSpec, plan: BitPlan) -> tuple[int, int]:
         """Widths of the left and the right operand."""
@@ -234,6 +237,14 @@ class FitCache:
         sums = sums_of(self.graph, self._method)
         sites += [self._sum(site, self.sites.of_sum(site, plan)) for site in sums]
         return [self._fits[key] for key in layers], sites
+
+    def assembled(self, plan: BitPlan) -> nn.Module:
+        """The quantized model of a plan, as its file holds it."""
+        return self.stored(assemble(self.model, *self.of_plan(plan)))
+
+    def stored(self, model: nn.Module) -> nn.Module:
+        """The given quantized model, with what is not a code in the precision of its file."""
+        return halved(model) if self.sites.rest == 16 else model
 
     def error(self, name: str, bits: LayerBits) -> float:
         """Relative squared error of the layer's output on its float inputs (bias apart)."""

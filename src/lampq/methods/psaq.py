@@ -22,7 +22,7 @@ from lampq.methods.minmax import PICTURE_BITS, per_tensor
 from lampq.quant.base import compact
 from lampq.quant.modules import LayerFit, MatmulFit, SumFit
 from lampq.quant.uniform import UniformQuantizer
-from lampq.types import LayerBits, LayerRole, MatmulSpec, SumSpec
+from lampq.types import LayerBits, LayerRole, MatmulSpec, Profile, SumSpec
 
 
 def symmetric_rows(weight: Tensor, bits: int) -> UniformQuantizer:
@@ -86,6 +86,11 @@ class PSAQInputs:
         return MatmulFit(site, left, per_tensor(stats.right, right_bits))
 
 
-def psaq(sites: Literal["published", "inputs"] = "published") -> PSAQ | PSAQInputs:
-    """PSAQ-ViT's quantizers at its own sites, or at those of the other methods."""
-    return PSAQ() if sites == "published" else PSAQInputs()
+def psaq(
+    sites: Literal["published", "inputs"] = "published", profile: Profile = "accuracy"
+) -> PSAQ | PSAQInputs:
+    """PSAQ-ViT's quantizers at its own sites, or at those of the other methods.
+
+    Integer kernels take inputs of layers and nothing else: for speed it is always the latter.
+    """
+    return PSAQ() if sites == "published" and profile == "accuracy" else PSAQInputs()

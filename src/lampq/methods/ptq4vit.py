@@ -31,7 +31,7 @@ from lampq.quant.base import Quantizer, compact
 from lampq.quant.modules import LayerFit, MatmulFit
 from lampq.quant.twin import GELU_MINIMUM, TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
-from lampq.types import LayerBits, LayerRole, MatmulSpec
+from lampq.types import LayerBits, LayerRole, MatmulSpec, Profile
 
 SHARES = tuple(0.01 + i * 1.19 / 100 for i in range(100))
 SPLITS = tuple(2.0**-i for i in range(20))
@@ -78,9 +78,11 @@ def best_of(candidates: Iterable[Quantizer], error: Callable[[Quantizer], Tensor
     return min(candidates, key=lambda quantizer: float(error(quantizer).sum()))
 
 
-def input_candidates(role: LayerRole, x: Tensor, bits: int, count: int) -> list[Quantizer]:
-    """Quantizers of a layer's input."""
-    if role is not LayerRole.FC2:
+def input_candidates(
+    role: LayerRole, x: Tensor, bits: int, count: int, profile: Profile
+) -> list[Quantizer]:
+    """Quantizers of a layer's input; a twin one behind GELU, unless integer kernels are wanted."""
+    if role is not LayerRole.FC2 or profile == "speed":
         return operand_candidates(x, bits, count)
     least = (-x.min()).clamp_min(GELU_MINIMUM)
     full = (x.max() / max(2 ** (bits - 1) - 1, 1)).clamp_min(TINY)
@@ -134,10 +136,11 @@ def fit_layer(
     *,
     candidates: int,
     rounds: int,
+    profile: Profile,
 ) -> LayerFit:
     """Weight and input grids in turn; the input of a patch embedding stays in float."""
     role = layer.spec.role
-    tried = input_candidates(role, inputs, bits.activation, candidates)
+    tried = input_candidates(role, inputs, bits.activation, candidates, profile)
     quantizer: Quantizer | None = None
     for _ in range(rounds):
         with_input = partial(errors, quantizer=quantizer)
@@ -237,7 +240,7 @@ class PTQ4ViT:
 
     ``candidates`` scales (at most 100) are scored in each of ``rounds`` rounds of weight and input,
     on at most ``tokens`` tokens or ``maps`` attention maps. Rounds after the first change little;
-    the published number is three.
+    the published number is three. ``profile``: "speed" has no twin grid behind GELU.
     """
 
     name: ClassVar[str] = "ptq4vit"
@@ -246,12 +249,19 @@ class PTQ4ViT:
     rounds: int = 2
     tokens: int = 512
     maps: int = 8
+    profile: Profile = "accuracy"
 
     def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
         """The layer at that width."""
         errors = output_errors(layer, stats, self.tokens)
         return fit_layer(
-            layer, bits, stats.inputs, errors, candidates=self.candidates, rounds=self.rounds
+            layer,
+            bits,
+            stats.inputs,
+            errors,
+            candidates=self.candidates,
+            rounds=self.rounds,
+            profile=self.profile,
         )
 
     def fit_matmul(

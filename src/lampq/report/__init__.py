@@ -46,10 +46,11 @@ def sensitivity_json(table: CostTable, details: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def bits_json(model: nn.Module, plan: BitPlan, target: float) -> dict[str, float]:
+def bits_json(model: nn.Module, plan: BitPlan, target: float, rest_bits: int) -> dict[str, float]:
     """Mean widths over the searched layers, all quantized layers and the whole model.
 
-    ``with_scales`` adds the quantizers' scales and zero points, at 32 and 8 bits each.
+    ``rest_bits`` is the width of what is not a code. ``with_scales`` adds the quantizers' scales,
+    of that width, and zero points of 8 bits.
     """
     layers = [m for m in model.modules() if isinstance(m, QuantLayer)]
     searched = [m for m in layers if m.spec.name in plan]
@@ -59,7 +60,7 @@ def bits_json(model: nn.Module, plan: BitPlan, target: float) -> dict[str, float
         return sum(m.codes.numel() * m.bits.weight for m in some)
 
     def scales(some: list[QuantLayer]) -> int:
-        return sum(40 * m.codes.shape[0] for m in some)
+        return sum((rest_bits + 8) * m.codes.shape[0] for m in some)
 
     def weights(some: list[QuantLayer]) -> int:
         return sum(m.codes.numel() for m in some)
@@ -71,8 +72,9 @@ def bits_json(model: nn.Module, plan: BitPlan, target: float) -> dict[str, float
         "mean_weight_searched_with_scales": (codes(searched) + scales(searched))
         / weights(searched),
         "mean_weight_quantized": codes(layers) / weights(layers),
-        "mean_weight_all": (codes(layers) + 32 * rest) / everything,
-        "mean_weight_all_with_scales": (codes(layers) + scales(layers) + 32 * rest) / everything,
+        "mean_weight_all": (codes(layers) + rest_bits * rest) / everything,
+        "mean_weight_all_with_scales": (codes(layers) + scales(layers) + rest_bits * rest)
+        / everything,
         "mean_activation_searched": plan.mean_activation_bits,
     }
 
@@ -146,9 +148,15 @@ def build_report(
         "calibration": {name: asdict(quality) for name, quality in result.calibration.items()},
         "uniform_bits": result.uniform.mean_weight_bits,
         "bits": {
-            **bits_json(result.model, result.plan, result.budget.mean_bits),
+            **bits_json(
+                result.model, result.plan, result.budget.mean_bits, result.config.rest_bits
+            ),
             "target_activation": result.budget.mean_activation_bits,
         },
+        "limits": [
+            {"name": limit.name, "most": limit.most, "taken": limit.of(result.plan)}
+            for limit in result.budget.limits
+        ],
         "plan": plan_json(result.plan),
         "initial_plan": None if allocation is None else plan_json(allocation.plan),
         "solver": {
@@ -182,9 +190,17 @@ def plan_rows(plan: BitPlan) -> list[tuple[str, dict[str, str]]]:
     return [(str(block) if block >= 0 else "-", row) for block, row in sorted(rows.items())]
 
 
+def headline(report: Mapping[str, Any]) -> str:
+    """The model and its budget."""
+    name, limits = report["model"]["name"], report["limits"]
+    if limits:
+        return f"{name} within " + " and ".join(f"{one['most']:,} {one['name']}" for one in limits)
+    return f"{name} at {report['bits']['target']:.3g} bits"
+
+
 def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     """A page of the report for people."""
-    lines = [f"# {report['model']['name']} at {report['bits']['target']:g} bits", ""]
+    lines = [f"# {headline(report)}", ""]
     lines += [f"> {notice}" for notice in report["notices"]]
     lines += ["", "| model | top-1 [%] | 95 % interval | images |", "|---|---|---|---|"]
     for name, score in report["scores"].items():
@@ -193,6 +209,10 @@ def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     size = report["files"].get("model.safetensors", 0)
     ratio = report["float_bytes"] / max(size, 1)
     lines += ["", f"File: {size:,} bytes, {ratio:.1f} times smaller than float32.", ""]
+    for one in report["limits"]:
+        lines += [f"Counted for the budget: {one['taken']:,} of {one['most']:,} {one['name']}.", ""]
+    if report["config"]["profile"] == "speed":
+        lines += ["Quantized for speed: for integer kernels, attention products in float.", ""]
     means = f"Mean width of the weights {plan.mean_weight_bits:.4g}"
     means += f", of the layers' inputs {plan.mean_activation_bits:.4g}"
     limit = report["bits"]["target_activation"]

@@ -61,7 +61,7 @@ function bitsCard() {
 function speedCard() {
   const speed = RUN.speed;
   if (!speed) {
-    return card("Speed", null, "This model runs in torch, which decodes the codes: a small file, but no faster.", []);
+    return card("Speed", null, "Not measured yet: lampq bench with this run folder fills this in.", []);
   }
   const time = (value) => `${short(value)} ms`;
   const rows = [["uniform", speed.uniform], ["float32", speed.fp32]]
@@ -74,6 +74,7 @@ function speedCard() {
 function buildHeadline() {
   const { config } = RUN;
   const parts = [`method ${config.method}`, `metric ${config.metric}`, `allocator ${config.allocator}`, `preset ${config.preset}`];
+  if (config.profile === "speed") parts.push("profile speed");
   if (config.reconstruct) parts.push(`reconstructed by ${config.reconstruct}`);
   parts.push(`seed ${config.seed}`, `lampq ${RUN.versions.lampq}`);
   byId("lead").textContent = parts.join(" · ");

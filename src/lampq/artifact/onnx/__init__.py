@@ -1,0 +1,24 @@
+"""A quantized model as a standard ONNX graph of QuantizeLinear and DequantizeLinear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lampq.artifact.onnx.builder import GraphBuilder
+from lampq.artifact.onnx.families import INPUT, OUTPUT, emit_model
+
+
+def onnx_model(model: nn.Module, *, any_cpu: bool = True) -> Any:
+    """The ONNX model (a ModelProto) of a model in explicit form, quantized or not.
+
+    ``any_cpu``: layers of eight-bit inputs and weights are split in two where one product could
+    overflow on x86 processors without 8-bit dot products.
+    """
+    g = GraphBuilder(any_cpu=any_cpu)
+    emit_model(g, model)
+    return g.model()
+
+
+__all__ = ["INPUT", "OUTPUT", "GraphBuilder", "onnx_model"]

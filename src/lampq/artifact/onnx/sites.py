@@ -1,0 +1,271 @@
+"""Quantized and float layers, products, sums and quantizers as ONNX nodes.
+
+A layer of at most eight bits whose input has one uniform scale becomes QuantizeLinear,
+DequantizeLinear and a MatMul of an int8 weight: the form that runtimes run on integer kernels. All
+else is float operators that give the values of the torch module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from lampq.artifact.onnx.builder import GraphBuilder
+from lampq.artifact.onnx.folded import fold, foldable
+from lampq.errors import ExportError
+from lampq.graph.attention import MatMul
+from lampq.graph.blocks import Sum
+from lampq.quant.base import Quantizer
+from lampq.quant.log import SMALLEST, LogQuantizer
+from lampq.quant.modules import QuantConv2d, QuantLayer, QuantLinear, QuantMatMul, QuantSum
+from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
+from lampq.quant.uniform import UniformQuantizer
+from lampq.types import INTEGER_BITS
+
+MOST = 2**INTEGER_BITS - 1
+
+
+def array(tensor: Tensor) -> Any:
+    """The values of a tensor in single precision."""
+    return tensor.detach().cpu().float().numpy()
+
+
+def runs_in_integers(layer: QuantLayer) -> bool:
+    """Whether a layer is exported for integer kernels.
+
+    Its weight is on uniform grids, its input on one, and neither has more than eight bits.
+    """
+    inputs = layer.input_quantizer
+    return (
+        isinstance(inputs, UniformQuantizer)
+        and inputs.bits <= INTEGER_BITS
+        and inputs.scale.numel() == 1
+        and inputs.zero.numel() == 1
+        and foldable(layer)
+    )
+
+
+def product_nodes(model: nn.Module) -> dict[str, str]:
+    """The names of all integer products of a model's graph, and the layer of each."""
+    return {
+        f"{name}/product{suffix}": name
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantLayer) and runs_in_integers(layer)
+        for suffix in ("", "_low", "_sum")
+    }
+
+
+def tokens_layer(g: GraphBuilder, layer: QuantLayer, name: str, x: str) -> str:
+    """A layer on tokens (..., channels); a convolution takes its patches as tokens."""
+    if runs_in_integers(layer):
+        output = _integer_layer(g, layer, name, x)
+    else:
+        x = _quantized(g, layer.input_quantizer, f"{name}/input", x)
+        output = _float_product(g, name, x, layer.weight.flatten(1), layer.bias)
+    return _quantized(g, layer.output_quantizer, f"{name}/quantized", output)
+
+
+def _float_product(g: GraphBuilder, name: str, x: str, weight: Tensor, bias: Tensor | None) -> str:
+    matrix = g.constant(f"{name}.weight", array(weight).T)
+    product = g.node("MatMul", x, matrix, name=f"{name}/product")
+    if bias is None:
+        return product
+    return g.node("Add", product, g.constant(f"{name}.bias", array(bias)), name=f"{name}/output")
+
+
+def _integer_layer(g: GraphBuilder, layer: QuantLayer, name: str, x: str) -> str:
+    grid = layer.input_quantizer
+    assert isinstance(grid, UniformQuantizer), "checked by runs_in_integers"
+    scale, zero = float(grid.scale), float(grid.zero)
+    top = 2**grid.bits - 1
+    # a zero point that is no byte: the input is moved by the difference, and the bias takes it back
+    whole = min(max(round(zero), 0), MOST)
+    moved = (zero - whole) * scale
+    if moved:
+        x = g.node("Add", x, g.number(moved), name=f"{name}/moved")
+    if top < MOST:
+        low, high = (g.number((code - whole) * scale) for code in (0, top))
+        x = g.node("Clip", x, low, high, name=f"{name}/clip")
+    step, point = g.number(scale), g.shared(np.uint8(whole))
+    codes = g.node("QuantizeLinear", x, step, point, name=f"{name}/codes")
+    decoded = g.node("DequantizeLinear", codes, step, point, name=f"{name}/input")
+    folded = fold(layer)
+    rows = g.constant(f"{name}.scale", folded.scale)
+    none = g.shared(np.zeros(len(folded.scale), dtype=np.int8))
+    output = ""
+    for part, suffix in zip(folded.parts(top, any_cpu=g.any_cpu), ("", "_low"), strict=False):
+        matrix = g.constant(f"{name}.weight{suffix}", part.T)
+        weight = g.node(
+            "DequantizeLinear", matrix, rows, none, name=f"{name}/weight{suffix}", axis=1
+        )
+        product = g.node("MatMul", decoded, weight, name=f"{name}/product{suffix}")
+        output = g.node("Add", output, product, name=f"{name}/whole") if output else product
+    if folded.centre is not None:
+        ones = g.shared(np.ones((folded.values.shape[1], 1), dtype=np.int8))
+        unit, nought = g.shared(np.ones(1, np.float32)), g.shared(np.zeros(1, np.int8))
+        weight = g.node("DequantizeLinear", ones, unit, nought, name=f"{name}/ones", axis=1)
+        total = g.node("MatMul", decoded, weight, name=f"{name}/product_sum")
+        centre = g.constant(f"{name}.centre", folded.centre)
+        share = g.node("Mul", total, centre, name=f"{name}/centre")
+        output = g.node("Add", output, share, name=f"{name}/centred")
+    sums = layer.weight.flatten(1).double().sum(dim=1)
+    bias = g.constant(f"{name}.bias", array(layer.bias.double() - moved * sums))
+    return g.node("Add", output, bias, name=f"{name}/output")
+
+
+def linear(g: GraphBuilder, layer: nn.Module, name: str, x: str) -> str:
+    """A linear layer, quantized or not, on tokens (..., channels)."""
+    if isinstance(layer, QuantLinear):
+        return tokens_layer(g, layer, name, x)
+    if isinstance(layer, nn.Linear):
+        return _float_product(g, name, x, layer.weight, layer.bias)
+    raise ExportError(f"{name!r} is a {type(layer).__name__}, and export knows linear layers there")
+
+
+def patches(
+    g: GraphBuilder,
+    layer: nn.Module,
+    name: str,
+    x: str,
+    size: tuple[int, int, int],
+) -> tuple[str, tuple[int, int]]:
+    """The patch embedding of images of a size (channels, height, width): tokens and their grid."""
+    if not isinstance(layer, QuantConv2d | nn.Conv2d):
+        raise ExportError(f"{name!r} is a {type(layer).__name__}, and export knows convolutions")
+    channels, height, width = size
+    rows, columns = (int(step) for step in layer.stride)
+    plain = tuple(layer.dilation) == (1, 1) and height % rows == 0 and width % columns == 0
+    if not plain or tuple(layer.weight.shape[2:]) != (rows, columns):
+        raise ExportError(
+            f"export needs images of whole patches, and {name!r} takes patches of "
+            f"{tuple(layer.weight.shape[2:])} every {rows} and {columns} pixels of "
+            f"{height} x {width}"
+        )
+    grid = (height // rows, width // columns)
+    if isinstance(layer, QuantConv2d) and runs_in_integers(layer):
+        shape = g.whole(0, channels, grid[0], rows, grid[1], columns)
+        split = g.node("Reshape", x, shape, name=f"{name}/split")
+        turned = g.node("Transpose", split, name=f"{name}/turned", perm=[0, 2, 4, 1, 3, 5])
+        flat = g.whole(0, grid[0] * grid[1], channels * rows * columns)
+        tokens = g.node("Reshape", turned, flat, name=f"{name}/patches")
+        return tokens_layer(g, layer, name, tokens), grid
+    if isinstance(layer, QuantConv2d):
+        x = _quantized(g, layer.input_quantizer, f"{name}/input", x)
+    kernel = g.constant(f"{name}.weight", array(layer.weight))
+    inputs = [x, kernel]
+    if layer.bias is not None:
+        inputs.append(g.constant(f"{name}.bias", array(layer.bias)))
+    maps = g.node("Conv", *inputs, name=f"{name}/product", strides=[rows, columns])
+    flat = g.whole(0, len(layer.weight), grid[0] * grid[1])
+    listed = g.node("Reshape", maps, flat, name=f"{name}/listed")
+    output = g.node("Transpose", listed, name=f"{name}/output", perm=[0, 2, 1])
+    if isinstance(layer, QuantConv2d):
+        output = _quantized(g, layer.output_quantizer, f"{name}/quantized", output)
+    return output, grid
+
+
+def matmul(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
+    """The product of two operands; what of it is quantized is so by float operators."""
+    if isinstance(site, MatMul):
+        return g.node("MatMul", a, b, name=f"{name}/product")
+    if not isinstance(site, QuantMatMul):
+        raise ExportError(f"{name!r} is a {type(site).__name__}, and export knows products there")
+    a = _quantized(g, site.left, f"{name}/left", a)
+    b = _quantized(g, site.right, f"{name}/right", b)
+    product = g.node("MatMul", a, b, name=f"{name}/product")
+    return _quantized(g, site.output, f"{name}/quantized", product)
+
+
+def total(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
+    """The sum of two operands, quantized by float operators or not at all."""
+    if isinstance(site, Sum):
+        return g.node("Add", a, b, name=f"{name}/total")
+    if not isinstance(site, QuantSum):
+        raise ExportError(f"{name!r} is a {type(site).__name__}, and export knows sums there")
+    return quantizer(g, site.quantizer, name, g.node("Add", a, b, name=f"{name}/total"))
+
+
+def _quantized(g: GraphBuilder, grid: Quantizer | None, name: str, x: str) -> str:
+    """A value as the quantizer gives it, or as it is if there is none."""
+    return x if grid is None else quantizer(g, grid, name, x)
+
+
+def quantizer(g: GraphBuilder, grid: Quantizer, name: str, x: str) -> str:
+    """A quantizer as float operators: decoded values of encoded ones."""
+    emit = _QUANTIZERS.get(type(grid))
+    if emit is None:
+        raise ExportError(f"{name!r} has a quantizer of kind {grid.kind!r}, unknown to export")
+    return emit(g, grid, name, x)
+
+
+def _uniform(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
+    scale, zero = (g.shared(array(t)) for t in (grid.scale, grid.zero))
+    x = g.node("Div", x, scale, name=f"{name}/ratio")
+    x = g.node("Add", x, zero, name=f"{name}/moved")
+    x = g.node("Round", x, name=f"{name}/rounded")
+    x = g.node("Clip", x, g.number(0), g.number(2**grid.bits - 1), name=f"{name}/codes")
+    x = g.node("Sub", x, zero, name=f"{name}/steps")
+    return g.node("Mul", x, scale, name=f"{name}/value")
+
+
+def _log(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
+    shift, scale = array(grid.shift), array(grid.scale)
+    if shift.any():
+        x = g.node("Add", x, g.shared(shift), name=f"{name}/shifted")
+    x = g.node("Div", x, g.shared(scale), name=f"{name}/ratio")
+    x = g.node("Clip", x, g.number(SMALLEST), g.number(1), name=f"{name}/share")
+    x = g.node("Log", x, name=f"{name}/log")
+    factor = -grid.denominator / grid.step / math.log(2)
+    x = g.node("Mul", x, g.number(factor), name=f"{name}/power")
+    x = g.node("Round", x, name=f"{name}/rounded")
+    x = g.node("Min", x, g.number(grid.n_codes - 1), name=f"{name}/limited")
+    x = g.indices(x, name=f"{name}/codes")
+    levels = g.constant(f"{name}.levels", array(grid.levels))
+    return g.node("Gather", levels, x, name=f"{name}/value")
+
+
+def _twin_gelu(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
+    low, high = (g.shared(array(t)) for t in (grid.low, grid.high))
+    nought = g.number(0)
+    negative = g.node("Less", x, nought, name=f"{name}/negative")
+    step = g.node("Where", negative, low, high, name=f"{name}/step")
+    x = g.node("Div", x, step, name=f"{name}/ratio")
+    x = g.node("Round", x, name=f"{name}/rounded")
+    least, most = g.number(-grid.zero), g.number(grid.n_codes - 1 - grid.zero)
+    x = g.node("Clip", x, least, most, name=f"{name}/steps")
+    below = g.node("Less", x, nought, name=f"{name}/below")
+    step = g.node("Where", below, low, high, name=f"{name}/back")
+    return g.node("Mul", x, step, name=f"{name}/value")
+
+
+def _twin_softmax(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
+    low, high = array(grid.low), array(grid.high)
+    end = low * np.float32(grid.n_fine - 1)
+    first = np.floor(end / high) + 1
+    last = grid.n_codes - 1 - grid.zero
+    fine = g.node("Div", x, g.shared(low), name=f"{name}/fine_ratio")
+    fine = g.node("Round", fine, name=f"{name}/fine_rounded")
+    fine = g.node("Clip", fine, g.number(0), g.number(grid.n_fine - 1), name=f"{name}/fine_steps")
+    fine = g.node("Mul", fine, g.shared(low), name=f"{name}/fine")
+    if not (first <= last).any():
+        return fine
+    coarse = g.node("Div", x, g.shared(high), name=f"{name}/coarse_ratio")
+    coarse = g.node("Round", coarse, name=f"{name}/coarse_rounded")
+    coarse = g.node("Min", coarse, g.number(last), name=f"{name}/coarse_limited")
+    coarse = g.node("Max", coarse, g.shared(first), name=f"{name}/coarse_steps")
+    coarse = g.node("Mul", coarse, g.shared(high), name=f"{name}/coarse")
+    border = np.where(first <= last, (end + first * high) / 2, np.inf).astype(np.float32)
+    beyond = g.node("Greater", x, g.shared(border), name=f"{name}/beyond")
+    return g.node("Where", beyond, coarse, fine, name=f"{name}/value")
+
+
+_QUANTIZERS: dict[type[Quantizer], Callable[[GraphBuilder, Any, str, str], str]] = {
+    UniformQuantizer: _uniform,
+    LogQuantizer: _log,
+    TwinGeluQuantizer: _twin_gelu,
+    TwinSoftmaxQuantizer: _twin_softmax,
+}

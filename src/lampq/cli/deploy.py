@@ -1,0 +1,230 @@
+"""lampq export and lampq bench."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lampq import bench
+from lampq.artifact.checkpoint import Header, read_checkpoint, write_atomically
+from lampq.bench.chart import chart, require_matplotlib
+from lampq.cli import (
+    app,
+    calibration_samples,
+    evaluation_samples,
+    guarded,
+    load_float,
+    pictures,
+)
+from lampq.config import make_config
+from lampq.data import list_folder
+from lampq.errors import ConfigError
+from lampq.export import IMAGES, Export, check_runtimes, export_onnx, profile_of
+from lampq.models import preprocessing_of
+from lampq.progress import Progress
+from lampq.report.folder import read_report, remake_page
+from lampq.runfolder import Job, fingerprint_of, open_work, read_plan, run_job
+from lampq.terminal import TerminalProgress, print_bench
+from lampq.typed import names, numbers
+
+PROFILES = ("accuracy", "speed")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint, and the report of the run that made it, if there is one."""
+
+    checkpoint: Path
+    header: Header
+    report: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, path: Path) -> Source:
+        """A run folder, or a checkpoint in or outside one."""
+        checkpoint = path / "model.safetensors" if path.is_dir() else path
+        header, _ = read_checkpoint(checkpoint)
+        folder = checkpoint.parent
+        report = read_report(folder) if (folder / "report.json").is_file() else None
+        return cls(checkpoint, header, report)
+
+    def given(self, key: str) -> Path | None:
+        """A path that the run was given, as its report tells."""
+        found = None if self.report is None else self.report.get("data", {}).get(key)
+        return None if found in (None, "None") else Path(str(found))
+
+    def calibration(self, calib: Path | None) -> Path | None:
+        """The folder of calibration pictures; None stands for bundled ones."""
+        folder = calib or self.given("calib")
+        if folder is not None:
+            if calib is None and not folder.is_dir():
+                raise ConfigError(
+                    f"the calibration pictures of the run are no longer in {str(folder)!r}: "
+                    "give --calib DIR"
+                )
+            list_folder(folder)
+        elif self.header.source.kind != "bundled":
+            raise ConfigError("an export is verified on calibration pictures: give --calib DIR")
+        return folder
+
+
+@app.command("export")
+@guarded
+def export_command(
+    run: Annotated[Path, typer.Argument(help="run folder, or its model.safetensors")],
+    to: Annotated[str, typer.Option(help="format: onnx")] = "onnx",
+    profile: Annotated[
+        str | None,
+        typer.Option(help="accuracy or speed; a run of the other one is fitted again"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="file to write [model.onnx beside the checkpoint]")
+    ] = None,
+    calib: Annotated[
+        Path | None, typer.Option(help="calibration pictures [those of the run]")
+    ] = None,
+    images: Annotated[int, typer.Option(help="pictures to compare answers on")] = IMAGES,
+    runtimes: Annotated[
+        str | None, typer.Option(help="to verify in [all that are installed]")
+    ] = None,
+    any_cpu: Annotated[
+        bool,
+        typer.Option(
+            "--any-cpu/--vnni",
+            help="right on every processor, or only with 8-bit dot products and a little faster",
+        ),
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
+) -> None:
+    """Write a quantized model as ONNX, verified in every runtime."""
+    if to != "onnx":
+        raise ConfigError(f"unknown format {to!r}; known: onnx")
+    if profile is not None and profile not in PROFILES:
+        raise ConfigError(f"unknown profile {profile!r}; known: {', '.join(PROFILES)}")
+    if images < 1:
+        raise ConfigError(f"images must be at least 1, got {images}")
+    if out is not None and (out.suffix != ".onnx" or out.is_dir()):
+        raise ConfigError(f"the file to write must be called like model.onnx, got {str(out)!r}")
+    engines = check_runtimes(names(runtimes, "runtimes"))
+    source = Source.of(run)
+    folder = source.calibration(calib)
+    progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
+    if profile is not None and profile != profile_of(source.header):
+        source = refitted(source, profile, folder, progress)
+    how = source.header.preprocessing or preprocessing_of(source.header.source.build())
+    samples = pictures("calib", folder, how, limit=images, progress=progress).subset(images, 0)
+    target = out or source.checkpoint.with_name("model.onnx")
+    done = export_onnx(
+        source.checkpoint, target, samples, runtimes=engines, any_cpu=any_cpu, progress=progress
+    )
+    scores = (source.report or {}).get("scores", {})
+    top1 = scores.get("mixed", {}).get("top1")
+    if as_json:
+        print(json.dumps({**done.to_json(), "checkpoint": str(source.checkpoint), "top1": top1}))
+    else:
+        _tell(done, source, top1)
+
+
+def _tell(done: Export, source: Source, top1: float | None) -> None:
+    """What was written, for people."""
+    print(f"{done.path}: {done.size / 1e6:.3f} MB, profile {done.profile}")
+    print(f"packed  {source.checkpoint}: {source.checkpoint.stat().st_size / 1e6:.3f} MB")
+    if top1 is not None:
+        print(f"top-1 of this profile {top1:.2f} %, see report.json beside it")
+    for one in done.verified:
+        own = (
+            ""
+            if one.own_agreement is None
+            else f" (torch in double precision: {one.own_agreement:.2f} %)"
+        )
+        print(
+            f"{one.runtime} {one.version}: {len(one.integer)} layers on integer kernels, "
+            f"{len(one.floating)} in float by design, largest error of a layer {one.error:.1e} of "
+            f"its range, in float {one.float_error:.1e}; same answer as torch on "
+            f"{one.agreement:.2f} % of {one.images} images{own}"
+        )
+
+
+def refitted(source: Source, profile: str, calib: Path | None, progress: Progress) -> Source:
+    """The same plan fitted for the other profile, in a run folder inside that of the run."""
+    report = source.report
+    if report is None:
+        raise ConfigError(
+            f"the checkpoint was quantized for {profile_of(source.header)}: to fit its plan again "
+            f"for {profile}, give the run folder with its report.json"
+        )
+    out = source.checkpoint.parent / profile
+    plan_file = source.checkpoint.parent / "plan.json"
+    plan = read_plan(plan_file)
+    if (out / "report.json").is_file():
+        if read_plan(out / "plan.json") != plan:
+            raise ConfigError(f"{str(out)!r} holds a run with another plan: remove it first")
+        return Source.of(out)
+    settings = make_config({**report["config"], "profile": profile})
+    data = report["data"]
+    evaluation = source.given("eval")
+    weights = source.given("weights")
+    loaded = load_float(data["model"], weights, calib, evaluation)
+    how = source.header.preprocessing or loaded.preprocessing
+    inputs = {**{k: data.get(k) for k in ("model", "weights", "eval")}, "calib": str(calib)}
+    inputs["plan"] = str(plan_file)
+    unfinished = (out / ".lampq" / "run.json").is_file()
+    work = open_work(out, fingerprint_of(settings, inputs), resume=unfinished)
+    samples = calibration_samples(calib, how, settings.images, settings.seed, progress)
+    scored = evaluation_samples(loaded, calib, evaluation, how, progress)
+    run_job(Job(loaded, samples, scored, settings, plan, how, inputs), out, work, progress)
+    return Source.of(out)
+
+
+@app.command("bench")
+@guarded
+def bench_command(
+    run: Annotated[Path, typer.Argument(help="run folder, or its model.safetensors")],
+    runtimes: Annotated[str | None, typer.Option(help="[all that are installed]")] = None,
+    batches: Annotated[str, typer.Option(help="numbers of images at once")] = "1,32",
+    threads: Annotated[str, typer.Option(help="numbers of threads")] = "1,2",
+    rounds: Annotated[int, typer.Option(help="rounds in which all take their turn")] = 7,
+    clock: Annotated[
+        str, typer.Option(help="wall, or cpu: for one thread on a busy machine")
+    ] = "wall",
+    out: Annotated[
+        Path | None, typer.Option(help="folder for bench.json, bench.png and bench.svg")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
+) -> None:
+    """Measure size and speed against torch and the runtimes' own forms.
+
+    In the folder of a finished run the time for one image goes to speed.json and to its page.
+    """
+    how = bench.settings(
+        names(runtimes, "runtimes"),
+        batches=numbers(batches, "batches", int),
+        threads=numbers(threads, "threads", int),
+        rounds=rounds,
+        clock=clock,
+    )
+    if out is not None:
+        require_matplotlib()
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"{str(out)!r} is a file, and the numbers go into a folder")
+    source = Source.of(run)
+    progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
+    found = bench.bench(source.checkpoint, how, progress)
+    if out is not None:
+        write_atomically(out / "bench.json", (json.dumps(found, indent=2) + "\n").encode())
+        for form in ("png", "svg"):
+            write_atomically(out / f"bench.{form}", chart(found, form))
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        print_bench(found, out)
+    speed = bench.for_page(found)
+    if speed is not None and run.is_dir() and source.report is not None:
+        write_atomically(run / "speed.json", (json.dumps(speed, indent=2) + "\n").encode())
+        remake_page(run)

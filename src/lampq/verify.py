@@ -1,0 +1,396 @@
+"""Whether a graph computes in a runtime what the torch model computes.
+
+Every quantized site is run alone, on inputs of the torch model, and compared with the torch module
+in double precision. The file itself is cut between its blocks, and every piece is run on what torch
+gives it. The whole model is compared by its answers: a difference in the last digit may move a
+value across the border between two codes, and the layers behind amplify that, in torch as in any
+runtime. At few bits torch in single and in double precision end as far apart as two models with
+another rounding, so a runtime is asked to agree with torch as well as torch with itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lampq.artifact.onnx import INPUT, OUTPUT, GraphBuilder
+from lampq.artifact.onnx.builder import require_onnx
+from lampq.artifact.onnx.sites import (
+    matmul,
+    patches,
+    product_nodes,
+    runs_in_integers,
+    tokens_layer,
+    total,
+)
+from lampq.calibrate import recording
+from lampq.data import Samples
+from lampq.errors import ExportError
+from lampq.graph.blocks import explicit_blocks
+from lampq.progress import Progress
+from lampq.quant.base import Quantizer
+from lampq.quant.log import LogQuantizer
+from lampq.quant.modules import QuantConv2d, QuantLayer, QuantMatMul, QuantSum
+from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
+from lampq.quant.uniform import UniformQuantizer
+from lampq.runtime import SESSIONS
+from lampq.runtime.base import Session
+
+TOLERANCE = 1e-6
+# products in float: rounding of single precision, as it grows with the root of their length
+ROUNDING = 2.0**-23
+AGREEMENT = 99.0
+# images whose inputs the sites get, and tokens of each
+PARTS, TOKENS = 2, 128
+BATCH, SINGLE = 25, 8
+# how near to the border between two codes an input may be, in steps
+MARGIN = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found in one runtime.
+
+    ``error`` is the largest of any layer on integer kernels, in ranges of its output, and
+    ``float_error`` that of what is in float. ``block_error`` is the largest median error of a piece
+    of the file, likewise.
+    ``integer`` are the layers on integer kernels, ``floating`` those meant to be in float.
+    ``agreement`` is the percentage of images with the answer of the torch model, ``own_agreement``
+    that of torch with itself in double precision; None where it was not needed.
+    """
+
+    runtime: str
+    version: str
+    error: float
+    float_error: float
+    block_error: float
+    integer: tuple[str, ...]
+    floating: tuple[str, ...]
+    agreement: float
+    own_agreement: float | None
+    images: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, with numbers of layers instead of their names."""
+        counts = {"integer": len(self.integer), "floating": list(self.floating)}
+        return {**asdict(self), **counts}
+
+
+def verify(
+    model: nn.Module,
+    content: bytes,
+    runtime: str,
+    samples: Samples,
+    expected: Tensor,
+    *,
+    any_cpu: bool,
+    progress: Progress | None = None,
+) -> Verification:
+    """What was found; raises an ExportError that names what is not as it should be.
+
+    ``content`` is the file of the model and ``expected`` are the torch logits of the samples.
+    """
+    progress = progress or Progress()
+    session = SESSIONS[runtime](content)
+    integer = _integer_layers(model, content, session)
+    errors = _site_errors(model, runtime, samples, any_cpu=any_cpu)
+    for name, (error, allowed) in errors.items():
+        if not error <= allowed:
+            raise ExportError(
+                f"layer {name!r} in {runtime} differs from torch by {error:.2g} of its output "
+                f"range, more than {allowed:.2g}"
+            )
+    block_error, block = _block_errors(model, content, runtime, samples)
+    if not block_error <= TOLERANCE:
+        raise ExportError(
+            f"{block!r} in {runtime} differs from torch by {block_error:.2g} of its output range "
+            f"in the median, more than {TOLERANCE:g}"
+        )
+    # some one by one: a runtime may have another form for a single image
+    single = [slice(i, i + 1) for i in range(min(SINGLE, len(samples)))]
+    parts = single + [slice(i, i + BATCH) for i in range(len(single), len(samples), BATCH)]
+    tracked = progress.track(parts, f"comparing answers in {runtime}", len(parts))
+    answers = torch.cat([session(samples.inputs(part)).argmax(dim=1) for part in tracked])
+    agreement = _share(answers, expected.argmax(dim=1))
+    own = None
+    if agreement < AGREEMENT:
+        own = _own_agreement(model, samples, expected, progress)
+        if agreement < min(AGREEMENT, _least(own, len(samples))):
+            raise ExportError(
+                f"{runtime} agrees with torch on {agreement:.2f} % of {len(samples)} images, less "
+                f"than {AGREEMENT:g} % and less than torch with itself in double precision "
+                f"({own:.2f} %)"
+            )
+    floating = tuple(
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, QuantLayer) and not runs_in_integers(layer)
+    )
+    return Verification(
+        runtime,
+        version_of(runtime),
+        max((errors[name][0] for name in integer), default=0.0),
+        max((error for name, (error, _) in errors.items() if name not in integer), default=0.0),
+        block_error,
+        integer,
+        floating,
+        agreement,
+        own,
+        len(samples),
+    )
+
+
+def _share(answers: Tensor, others: Tensor) -> float:
+    return 100 * float((answers == others).double().mean())
+
+
+@torch.no_grad()
+def _own_agreement(
+    model: nn.Module, samples: Samples, expected: Tensor, progress: Progress
+) -> float:
+    """On how many images, in percent, torch in double precision gives its own answer."""
+    double = copy.deepcopy(model).double()
+    batches = progress.track(
+        samples.batches(BATCH), "comparing torch with itself", -(-len(samples) // BATCH)
+    )
+    answers = torch.cat([double(images.double()).argmax(dim=1) for images, _ in batches])
+    return _share(answers, expected.argmax(dim=1))
+
+
+def _least(own: float, images: int) -> float:
+    """What is still as good as ``own`` percent: three deviations of the difference below."""
+    return own - 3 * math.sqrt(2 * own * (100 - own) / images)
+
+
+def version_of(runtime: str) -> str:
+    """The installed version of a runtime."""
+    from importlib.metadata import version
+
+    return version(runtime)
+
+
+def _integer_layers(model: nn.Module, content: bytes, session: Session) -> tuple[str, ...]:
+    """The layers on integer kernels; raises if one that should be is not."""
+    found = session.integer_nodes()
+    graph = require_onnx().load_model_from_string(content).graph
+    layer_of = product_nodes(model)
+    products = {node.name: layer_of[node.name] for node in graph.node if node.name in layer_of}
+    for node, layer in products.items():
+        if node not in found:
+            raise ExportError(
+                f"layer {layer!r} has fallen back to float in {session.runtime}: no integer kernel "
+                "took it"
+            )
+    return tuple(dict.fromkeys(products.values()))
+
+
+def _margin(grid: Quantizer, x: Tensor) -> Tensor:
+    """How far an input should be from the border between two codes."""
+    if isinstance(grid, LogQuantizer):
+        step = 2 ** (grid.step / grid.denominator) - 1
+        return MARGIN * step * (x + grid.shift).abs()
+    if isinstance(grid, TwinGeluQuantizer | TwinSoftmaxQuantizer):
+        return MARGIN * torch.minimum(grid.low, grid.high).expand_as(x)
+    assert isinstance(grid, UniformQuantizer), "all kinds that can be exported are here"
+    return MARGIN * grid.scale.expand_as(x)
+
+
+def off_borders(grid: Quantizer | None, x: Tensor) -> Tensor:
+    """The inputs, those near to the border between two codes moved off it.
+
+    There a last digit decides which code is taken, and runtimes round it in their own way.
+    """
+    if grid is None:
+        return x
+    margin = _margin(grid, x)
+    near = grid.encode(x - margin) != grid.encode(x + margin)
+    return torch.where(near, x + 2 * margin, x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A quantized module with inputs for it."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def allowed(self) -> float:
+        """The largest error, in ranges of the output."""
+        if isinstance(self.module, QuantLayer):
+            if runs_in_integers(self.module):
+                return TOLERANCE
+            return max(TOLERANCE, ROUNDING * math.sqrt(self.module.codes.shape[1]))
+        return max(TOLERANCE, ROUNDING * math.sqrt(self.inputs[0].shape[-1]))
+
+    def exact(self) -> tuple[Tensor, ...]:
+        """What the torch module gives in double precision.
+
+        An output that is quantized may take either code where it is near to the border of two.
+        """
+        opened, grid = _opened(copy.deepcopy(self.module).double())
+        output = opened(*(x.double() for x in self.inputs))
+        if isinstance(self.module, QuantConv2d):
+            output = output.flatten(2).transpose(1, 2)
+        if grid is None:
+            return (output,)
+        margin = _margin(grid, output)
+        return grid(output - margin), grid(output + margin)
+
+    def emit(self, g: GraphBuilder) -> None:
+        """The site in a graph of its own inputs and output."""
+        values = [
+            g.input(f"{self.name}:{number}", ("batch", *x.shape[1:]))
+            for number, x in enumerate(self.inputs)
+        ]
+        if isinstance(self.module, QuantMatMul):
+            value = matmul(g, self.module, self.name, *values)
+        elif isinstance(self.module, QuantSum):
+            value = total(g, self.module, self.name, *values)
+        elif isinstance(self.module, QuantConv2d):
+            _, channels, height, width = self.inputs[0].shape
+            value, _ = patches(g, self.module, self.name, values[0], (channels, height, width))
+        else:
+            assert isinstance(self.module, QuantLayer), "all kinds of sites are here"
+            value = tokens_layer(g, self.module, self.name, values[0])
+        rank = 3 if isinstance(self.module, QuantConv2d) else self.inputs[0].ndim
+        shape = ["batch", *(f"{self.name}:{axis}" for axis in range(1, rank))]
+        g.output(value, f"{self.name}:output", shape)
+
+    def feeds(self) -> dict[str, Any]:
+        """The inputs by name."""
+        return {f"{self.name}:{n}": np.ascontiguousarray(x) for n, x in enumerate(self.inputs)}
+
+
+def _opened(module: nn.Module) -> tuple[Callable[..., Tensor], Quantizer | None]:
+    """What the module computes before its output is quantized, and the quantizer of that."""
+    if isinstance(module, QuantLayer):
+        grid, module.output_quantizer = module.output_quantizer, None
+        return module, grid
+    if isinstance(module, QuantMatMul):
+        grid, module.output = module.output, None
+        return module, grid
+    assert isinstance(module, QuantSum), "all kinds of sites are here"
+    return torch.add, module.quantizer
+
+
+def _sites(model: nn.Module, samples: Samples) -> Iterator[_Site]:
+    """Every quantized site with inputs of the torch model on a few images."""
+    kinds = (QuantLayer, QuantMatMul, QuantSum)
+    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    images = samples.inputs(torch.arange(PARTS) % len(samples))
+    with torch.no_grad(), recording(model, names) as seen:
+        model(images)
+        recorded: Mapping[str, tuple[Tensor, ...]] = dict(seen)
+    for name in names:
+        module = model.get_submodule(name)
+        inputs = recorded[name]
+        if isinstance(module, QuantMatMul):
+            left, right = (_spread(x, PARTS) for x in inputs)
+            pair = off_borders(module.left, left), off_borders(module.right, right)
+            yield _Site(name, module, pair)
+            continue
+        if isinstance(module, QuantSum):
+            yield _Site(name, module, inputs)
+            continue
+        assert isinstance(module, QuantLayer), "only these were asked for"
+        (x,) = inputs
+        if not isinstance(module, QuantConv2d):
+            tokens = _spread(x.flatten(0, -2), PARTS * TOKENS)
+            x = tokens[: len(tokens) // PARTS * PARTS].reshape(PARTS, -1, tokens.shape[-1])
+        yield _Site(name, module, (off_borders(module.input_quantizer, x),))
+
+
+def _spread(x: Tensor, count: int) -> Tensor:
+    """At most so many rows, evenly spread."""
+    if len(x) <= count:
+        return x
+    return x[torch.linspace(0, len(x) - 1, count).long()]
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """The names of the blocks, in execution order."""
+    kinds = explicit_blocks()
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def _cut(content: bytes, blocks: Mapping[str, Tensor]) -> bytes:
+    """The file with every block's output also an output, and given to what comes behind it."""
+    onnx = require_onnx()
+    model = onnx.load_model_from_string(content)
+    outputs = {f"{name}/output": list(values.shape[1:]) for name, values in blocks.items()}
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            if name in outputs:
+                node.input[place] = f"{name}:given"
+    for name, shape in outputs.items():
+        for values, label in ((model.graph.input, f"{name}:given"), (model.graph.output, name)):
+            values.append(
+                onnx.helper.make_tensor_value_info(label, onnx.TensorProto.FLOAT, ["batch", *shape])
+            )
+    cut: bytes = model.SerializeToString()
+    return cut
+
+
+@torch.no_grad()
+def _block_errors(
+    model: nn.Module, content: bytes, runtime: str, samples: Samples
+) -> tuple[float, str]:
+    """The largest median error of any block or of the head, and its name.
+
+    The median is that of all values: those that a flipped code reaches may be far off.
+    """
+    names = _blocks(model)
+    images = samples.inputs(torch.arange(PARTS) % len(samples))
+    exact: dict[str, Tensor] = {}
+    handles = [
+        model.get_submodule(name).register_forward_hook(
+            lambda _module, _inputs, output, name=name: exact.__setitem__(name, output)
+        )
+        for name in names
+    ]
+    try:
+        logits = model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    session = SESSIONS[runtime](_cut(content, exact))
+    feeds = {f"{name}/output:given": values.numpy() for name, values in exact.items()}
+    found = session.run({INPUT: images.numpy(), **feeds})
+    pieces = {**{f"{name}/output": values for name, values in exact.items()}, OUTPUT: logits}
+    errors = {
+        name.removesuffix("/output"): float(np.median(np.abs(found[name] - values.numpy())))
+        / max(float(np.ptp(values.numpy())), 1e-30)
+        for name, values in pieces.items()
+    }
+    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
+    return errors[worst], worst
+
+
+@torch.no_grad()
+def _site_errors(
+    model: nn.Module, runtime: str, samples: Samples, *, any_cpu: bool
+) -> dict[str, tuple[float, float]]:
+    """The error of every site, in ranges of its output, and what is allowed."""
+    sites = list(_sites(model, samples))
+    g = GraphBuilder(any_cpu=any_cpu)
+    for site in sites:
+        site.emit(g)
+    session = SESSIONS[runtime](g.model().SerializeToString())
+    outputs = session.run({name: x for site in sites for name, x in site.feeds().items()})
+    errors = {}
+    for site in sites:
+        right = [exact.numpy() for exact in site.exact()]
+        found = outputs[f"{site.name}:output"].astype(np.float64)
+        spread = float(np.ptp(right[0]))
+        nearest = np.min([np.abs(found - exact) for exact in right], axis=0)
+        errors[site.name] = (float(nearest.max()) / max(spread, 1e-30), site.allowed)
+    return errors

@@ -1,0 +1,355 @@
+"""Graphs of whole models and of single sites, against torch, in both runtimes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from lampq.artifact.onnx import GraphBuilder, onnx_model
+from lampq.artifact.onnx.folded import PAIR_LIMIT, fold
+from lampq.artifact.onnx.sites import matmul, patches, tokens_layer
+from lampq.errors import ExportError
+from lampq.graph.attention import explicit
+from lampq.quant.base import Quantizer
+from lampq.quant.log import LogQuantizer
+from lampq.quant.modules import (
+    LayerFit,
+    MatmulFit,
+    QuantConv2d,
+    QuantLayer,
+    QuantLinear,
+    QuantMatMul,
+)
+from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
+from lampq.quant.uniform import UniformQuantizer
+from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec
+
+SMALL: dict[str, Any] = {"depth": 1, "img_size": 64, "embed_dim": 48, "num_heads": 2}
+SWIN: dict[str, Any] = {
+    "depths": (2, 1),
+    "num_heads": (2, 4),
+    "embed_dim": 16,
+    "num_classes": 10,
+    "img_size": 112,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("vit_tiny_patch16_224", SMALL),
+    "average pooling": ("vit_medium_patch16_gap_240", SMALL),
+    "norm before the blocks": ("vit_base_patch16_clip_quickgelu_224", SMALL),
+    "register tokens": ("vit_wee_patch16_reg1_gap_256", SMALL),
+    "layer scale": ("vit_small_patch14_dinov2", {**SMALL, "img_size": 56, "num_classes": 10}),
+    "norms of queries": ("vit_tiny_patch16_224", {**SMALL, "qk_norm": True}),
+    "deit": ("deit_tiny_patch16_224", SMALL),
+    "two heads": ("deit_tiny_distilled_patch16_224", SMALL),
+    "positions of patches": ("deit3_small_patch16_224", SMALL),
+    "swin": ("swin_tiny_patch4_window7_224", SWIN),
+    "padded windows": ("swin_tiny_patch4_window7_224", {**SWIN, "img_size": 72}),
+}
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    """The model with every parameter moved off its initial value."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return model.eval()
+
+
+def run(model: Any, feeds: dict[str, Any], runtime: str = "onnxruntime") -> Any:
+    """The only output of a graph."""
+    onnx.checker.check_model(model, full_check=True)
+    content = model.SerializeToString()
+    if runtime == "onnxruntime":
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        return session.run(None, feeds)[0]
+    import openvino
+
+    options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
+    core = openvino.Core()
+    return core.compile_model(core.read_model(content), "CPU", options)(feeds)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_graph_of_a_float_model_gives_its_logits(family: str) -> None:
+    name, options = FAMILIES[family]
+    torch.manual_seed(0)
+    model = explicit(shaken(timm.create_model(name, pretrained=False, **options)))
+    size = options["img_size"]
+    images = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
+    expected = model(images).numpy()
+    graph = onnx_model(model)
+    for batch in (3, 1):
+        found = run(graph, {"images": images[:batch].numpy()})
+        assert found.shape == (batch, expected.shape[1])
+        np.testing.assert_allclose(found, expected[:batch], atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "the model is a Sequential"),
+        (
+            lambda: VisionTransformer(**SMALL, num_classes=5, global_pool="map"),
+            "it pools by attention",
+        ),
+        (lambda: VisionTransformer(**SMALL, act_layer=nn.Tanh), "'blocks.0.mlp.act' is a Tanh"),
+        (lambda: VisionTransformer(**SMALL, norm_layer=nn.RMSNorm), "norm1' is a RMSNorm"),
+        (
+            lambda: timm.create_model("vit_relpos_small_patch16_224", **SMALL),
+            "the model is a VisionTransformerRelPos",
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_named(build: Any, reason: str) -> None:
+    with pytest.raises(ExportError, match=reason):
+        onnx_model(explicit(build()))
+
+
+def grid_of(bits: int, rows: int, kind: str, generator: torch.Generator) -> UniformQuantizer:
+    """A weight grid with whole, half, free or far zero points."""
+    scale = torch.rand(rows, 1, generator=generator) * 0.02 + 0.01
+    middle = torch.rand(rows, 1, generator=generator) * (2**bits - 1)
+    zero = {
+        "whole": middle.round(),
+        "half": middle.floor() + 0.5,
+        "free": middle,
+        "symmetric": torch.full((rows, 1), 2.0 ** (bits - 1)),
+        "far": middle.round() - 300,
+    }[kind]
+    return UniformQuantizer(bits, scale, zero)
+
+
+def layer_of(
+    bits: int,
+    inputs: Quantizer | None,
+    kind: str = "whole",
+    shape: tuple[int, int] = (12, 20),
+    seed: int = 0,
+) -> QuantLinear:
+    """A linear layer with random codes, all of them used."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, shape, generator=generator)
+    codes[:, 0], codes[:, 1] = 0, 2**bits - 1
+    fit = LayerFit(
+        LayerSpec("layer", LayerRole.FC1, 0, codes.numel()),
+        LayerBits(bits, 8 if inputs is None else inputs.bits),
+        codes.to(torch.uint8),
+        torch.randn(shape[0], generator=generator),
+        grid_of(bits, shape[0], kind, generator),
+        inputs,
+    )
+    return QuantLinear(fit, shape)
+
+
+@given(
+    bits=st.integers(1, 8),
+    kind=st.sampled_from(["whole", "half", "free", "symmetric", "far"]),
+    seed=st.integers(0, 1000),
+)
+def test_a_folded_weight_is_the_decoded_one(bits: int, kind: str, seed: int) -> None:
+    layer = layer_of(bits, None, kind, seed=seed)
+    folded = fold(layer)
+    centre = 0 if folded.centre is None else folded.centre.astype(np.float64)[:, None]
+    rebuilt = folded.values.astype(np.float64) * folded.scale.astype(np.float64)[:, None] + centre
+    expected = layer.weight.double().numpy()
+    np.testing.assert_allclose(rebuilt, expected, atol=3e-7 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_a_weight_with_its_zero_point_in_the_middle_needs_no_centre(bits: int) -> None:
+    assert fold(layer_of(bits, None, "symmetric")).centre is None
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+@pytest.mark.parametrize("kind", ["whole", "half"])
+def test_a_weight_below_eight_bits_needs_no_centre(bits: int, kind: str) -> None:
+    folded = fold(layer_of(bits, None, kind))
+    assert folded.centre is None or (bits == 7 and kind == "half")
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("top", [1, 15, 127, 255])
+def test_products_of_a_part_never_overflow_in_pairs(bits: int, top: int) -> None:
+    folded = fold(layer_of(bits, None, "whole"))
+    parts = [part.astype(np.int64) for part in folded.parts(top, any_cpu=True)]
+    assert all(2 * top * np.abs(part).max() <= PAIR_LIMIT for part in parts)
+    np.testing.assert_array_equal(sum(parts), folded.values)
+    assert len(folded.parts(top, any_cpu=False)) == 1
+
+
+def tokens(grid: Quantizer | None, shape: tuple[int, ...], low: float, high: float) -> Tensor:
+    """Random inputs, none of which is near to a border between two codes."""
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(5)) * (high - low) + low
+    if grid is None:
+        return x
+    step = (high - low) * 1e-3
+    near = grid.encode(x - step) != grid.encode(x + step)
+    return torch.where(near, x + 3 * step, x)
+
+
+def one_site(site: nn.Module, operands: tuple[Tensor, ...], *, any_cpu: bool = True) -> Any:
+    """The graph of a single layer or product."""
+    g = GraphBuilder(any_cpu=any_cpu)
+    names = [g.input(f"x{i}", ("batch", *operand.shape[1:])) for i, operand in enumerate(operands)]
+    if isinstance(site, QuantMatMul):
+        value = matmul(g, site, "site", *names)
+    elif isinstance(site, QuantConv2d):
+        _, channels, height, width = operands[0].shape
+        value, _ = patches(g, site, "site", names[0], (channels, height, width))
+    else:
+        assert isinstance(site, QuantLayer)
+        value = tokens_layer(g, site, "site", names[0])
+    rank = 4 if isinstance(site, QuantMatMul) else 3
+    g.output(value, "y", ("batch", *"mnk"[: rank - 1]))
+    return g.model()
+
+
+def assert_same(
+    site: nn.Module, operands: tuple[Tensor, ...], runtime: str, *, any_cpu: bool = True
+) -> None:
+    """The graph of a site gives what torch gives in double precision."""
+    exact = site.double()(*(operand.double() for operand in operands)).numpy()
+    if isinstance(site, QuantConv2d):
+        exact = exact.reshape(*exact.shape[:2], -1).transpose(0, 2, 1)
+    graph = one_site(site.float(), operands, any_cpu=any_cpu)
+    found = run(graph, {f"x{i}": x.numpy() for i, x in enumerate(operands)}, runtime)
+    np.testing.assert_allclose(found, exact, atol=1e-6 * np.ptp(exact), rtol=0)
+
+
+RUNTIMES = ["onnxruntime", "openvino"]
+
+
+def uniform(bits: int, zero: float = 0.4) -> UniformQuantizer:
+    """An input grid from about -1 to 2, with its zero point at a share of the codes."""
+    top = 2**bits - 1
+    return UniformQuantizer(bits, torch.tensor(3.0 / top), torch.tensor(float(zero * top)))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_an_integer_layer_gives_what_torch_gives(bits: int, runtime: str) -> None:
+    grid = uniform(bits)
+    grid.zero.round_()
+    layer = layer_of(bits, grid, "whole")
+    assert_same(layer, (tokens(grid, (2, 7, 20), -1.5, 2.5),), runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(
+    ("bits", "inputs", "kind", "zero"),
+    [
+        (1, 1, "free", 0.37),
+        (1, 8, "half", 0.0),
+        (8, 8, "free", 0.413),
+        (3, 4, "whole", -0.6),
+        (4, 3, "far", 1.4),
+        (7, 5, "half", 0.5),
+    ],
+)
+def test_zero_points_that_are_no_codes_are_exact(
+    bits: int, inputs: int, kind: str, zero: float, runtime: str
+) -> None:
+    grid = uniform(inputs, zero)
+    x = tokens(grid, (2, 7, 20), -1.5, 2.5)
+    assert_same(layer_of(bits, grid, kind), (x,), runtime)
+
+
+FLOAT_GRIDS: dict[str, tuple[Quantizer, float, float]] = {
+    "log": (
+        LogQuantizer(4, torch.tensor(2.0), torch.tensor([0.17]), torch.tensor([0.0]), step=29),
+        -0.17,
+        2.3,
+    ),
+    "log, zero reserved": (
+        LogQuantizer(
+            3,
+            torch.tensor(1.0),
+            torch.tensor([0.0]),
+            torch.tensor([0.0]),
+            step=60,
+            zero_code="reserved",
+        ),
+        0.0,
+        1.0,
+    ),
+    "twin of GELU": (
+        TwinGeluQuantizer.reaching(4, torch.tensor(0.17), torch.tensor(0.3)),
+        -0.17,
+        2.5,
+    ),
+    "twin at one bit": (
+        TwinGeluQuantizer.reaching(1, torch.tensor(0.17), torch.tensor(0.9)),
+        -0.17,
+        1.5,
+    ),
+    "one scale a channel": (
+        UniformQuantizer(4, torch.linspace(0.1, 0.2, 20), torch.linspace(2, 9, 20)),
+        -1.0,
+        2.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("name", FLOAT_GRIDS)
+def test_other_inputs_are_float_operators_of_the_same_values(name: str, runtime: str) -> None:
+    grid, low, high = FLOAT_GRIDS[name]
+    x = tokens(grid, (2, 7, 20), low, high)
+    assert_same(layer_of(4, grid), (x,), runtime)
+
+
+SOFTMAX_GRIDS: dict[str, Quantizer] = {
+    "log": LogQuantizer.log_sqrt2(4, torch.tensor(1.0)),
+    "twin": TwinSoftmaxQuantizer.splitting(4, torch.tensor(0.25)),
+    "twin whose coarse grid is inside": TwinSoftmaxQuantizer.splitting(3, torch.tensor(1.0)),
+    "twin at one bit": TwinSoftmaxQuantizer.splitting(1, torch.tensor(0.5)),
+    "one scale a head": UniformQuantizer(
+        4, torch.tensor([0.05, 0.06]).view(2, 1, 1), torch.tensor([0.0, 2.0]).view(2, 1, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("name", SOFTMAX_GRIDS)
+def test_a_product_gives_what_torch_gives(name: str, runtime: str) -> None:
+    left, right = SOFTMAX_GRIDS[name], uniform(4, 0.5)
+    site = QuantMatMul(MatmulFit(MatmulSpec("site", "av", 0), left, right))
+    a = tokens(left, (2, 2, 5, 9), 0.0, 1.0)
+    b = tokens(right, (2, 2, 9, 6), -1.4, 1.4)
+    assert_same(site, (a, b), runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("inputs", [None, 8, 4])
+def test_a_patch_embedding_gives_what_torch_gives(inputs: int | None, runtime: str) -> None:
+    grid = None if inputs is None else uniform(inputs)
+    linear = layer_of(4, grid, "whole", (12, 32))
+    conv = nn.Conv2d(2, 12, 4, stride=4)
+    fit = LayerFit(
+        linear.spec,
+        linear.bits,
+        linear.codes,
+        linear.bias,
+        linear.weight_quantizer,
+        linear.input_quantizer,
+    )
+    images = tokens(grid, (3, 2, 8, 12), -1.0, 2.0)
+    assert_same(QuantConv2d(fit, conv), (images,), runtime)
+
+
+def test_images_must_be_of_whole_patches() -> None:
+    g = GraphBuilder()
+    x = g.input("x", ("batch", 2, 9, 8))
+    with pytest.raises(ExportError, match="export needs images of whole patches"):
+        patches(g, nn.Conv2d(2, 12, 4, stride=4), "site", x, (2, 9, 8))

@@ -1,0 +1,237 @@
+"""Verification finds what is wrong, names it, and passes what is right."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import Case, fits_of
+from torch import nn
+
+import lampq.verify
+from lampq.artifact.onnx import onnx_model
+from lampq.errors import ExportError
+from lampq.evaluate import predict
+from lampq.progress import Progress
+from lampq.quant.base import Quantizer
+from lampq.quant.log import LogQuantizer
+from lampq.quant.modules import QuantLayer, QuantMatMul, assemble
+from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
+from lampq.quant.uniform import UniformQuantizer
+from lampq.runtime import SESSIONS
+from lampq.verify import Verification, off_borders, verify
+
+ENGINES = list(SESSIONS)
+
+
+_MODELS: dict[tuple[int, str, int], nn.Module] = {}
+
+
+def quantized(case: Case, method: str, bits: int) -> nn.Module:
+    """The model of a case at one width, fitted once for all runtimes."""
+    key = (id(case), method, bits)
+    if key not in _MODELS:
+        _MODELS[key] = assemble(case.model, *fits_of(case, method, bits))
+    return _MODELS[key]
+
+
+def verified(model: nn.Module, graph: Any, runtime: str, case: Case) -> Verification:
+    logits = predict(model, case.samples)
+    content = graph.SerializeToString()
+    return verify(model, content, runtime, case.samples, logits, any_cpu=True)
+
+
+@pytest.fixture(autouse=True)
+def answers_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random nets are chaotic: a code that flips may change one of six answers."""
+    monkeypatch.setattr(lampq.verify, "AGREEMENT", 60.0)
+
+
+CASES = [
+    ("vit", "minmax", 8),
+    ("vit", "adalog", 3),
+    ("vit", "ptq4vit", 4),
+    ("vit", "repq", 1),
+    ("swin", "adalog", 4),
+    ("swin", "repq", 6),
+]
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+@pytest.mark.parametrize(("name", "method", "bits"), CASES)
+def test_every_site_of_a_good_graph_is_right(
+    request: pytest.FixtureRequest, name: str, method: str, bits: int, runtime: str
+) -> None:
+    case: Case = request.getfixturevalue(name)
+    model = quantized(case, method, bits)
+    found = verified(model, onnx_model(model), runtime, case)
+    assert 0 < found.error <= 1e-6
+    assert found.float_error <= 1e-6
+    assert 0 < found.block_error <= 1e-6
+    layers = [n for n, m in model.named_modules() if isinstance(m, QuantLayer)]
+    assert sorted((*found.integer, *found.floating)) == sorted(layers)
+    behind_gelu = {n for n in layers if n.endswith("fc2")}
+    floats = behind_gelu if method in ("adalog", "ptq4vit") else set()
+    if method in ("adalog", "ptq4vit"):
+        floats = floats | {"patch_embed.proj"}
+    assert set(found.floating) == floats
+    assert found.to_json()["integer"] == len(found.integer)
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+def test_a_layer_that_falls_back_to_float_is_named(vit: Case, runtime: str) -> None:
+    model = quantized(vit, "minmax", 4)
+    graph = onnx_model(model)
+    for node in graph.graph.node:
+        if node.name == "blocks.1.attn.proj/product":
+            node.input[0] = "blocks.1.attn.proj/clip"
+    onnx.checker.check_model(graph, full_check=True)
+    expected = f"layer 'blocks.1.attn.proj' has fallen back to float in {runtime}"
+    with pytest.raises(ExportError, match=expected):
+        verified(model, graph, runtime, vit)
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+def test_a_site_that_computes_something_else_is_named(
+    vit: Case, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantized(vit, "minmax", 4)
+    graph = onnx_model(model)
+    original = lampq.verify.tokens_layer
+
+    def wrong(g: Any, layer: Any, name: str, x: str) -> str:
+        y = original(g, layer, name, x)
+        if name != "blocks.0.mlp.fc1":
+            return y
+        return str(g.node("Mul", y, g.number(1 + 1e-5), name="wrong"))
+
+    monkeypatch.setattr(lampq.verify, "tokens_layer", wrong)
+    expected = rf"layer 'blocks.0.mlp.fc1' in {runtime} differs from torch by \S+ of its output"
+    with pytest.raises(ExportError, match=expected):
+        verified(model, graph, runtime, vit)
+
+
+def test_other_answers_are_an_error_with_their_share(vit: Case) -> None:
+    model = quantized(vit, "minmax", 8)
+    content = onnx_model(model).SerializeToString()
+    turned = -predict(model, vit.samples)
+    nudged = lambda *_: 90.0  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lampq.verify, "_own_agreement", nudged)
+        with pytest.raises(ExportError, match=r"on 0\.00 % of 6 images.*with itself.*90\.00 %"):
+            verify(model, content, "onnxruntime", vit.samples, turned, any_cpu=True)
+
+
+def test_a_chaotic_model_may_differ_as_much_as_torch_from_itself(
+    vit: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantized(vit, "minmax", 8)
+    content = onnx_model(model).SerializeToString()
+    logits = predict(model, vit.samples)
+    monkeypatch.setattr(lampq.verify, "AGREEMENT", 99.0)
+    monkeypatch.setattr(lampq.verify, "_share", lambda *_: 82.0)
+    monkeypatch.setattr(lampq.verify, "_least", lambda own, images: own)
+    monkeypatch.setattr(lampq.verify, "_own_agreement", lambda *_: 84.0)
+    with pytest.raises(ExportError, match=r"agrees with torch on 82\.00 % of 6 images"):
+        verify(model, content, "onnxruntime", vit.samples, logits, any_cpu=True)
+    monkeypatch.setattr(lampq.verify, "_own_agreement", lambda *_: 80.0)
+    found = verify(model, content, "onnxruntime", vit.samples, logits, any_cpu=True)
+    assert (found.agreement, found.own_agreement) == (82.0, 80.0)
+
+
+def test_torch_is_compared_with_itself_in_double_precision(vit: Case) -> None:
+    model = quantized(vit, "minmax", 8)
+    logits = copy.deepcopy(model).double()(vit.samples.images.double())
+    assert lampq.verify._own_agreement(model, vit.samples, logits, Progress()) == 100.0
+    logits[:3] = -logits[:3]
+    assert lampq.verify._own_agreement(model, vit.samples, logits, Progress()) == 50.0
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_what_is_as_good_as_torch_itself_depends_on_the_number_of_images() -> None:
+    assert lampq.verify._least(80.0, 10**8) == pytest.approx(80.0, abs=0.02)
+    # the deviation of a difference of two shares of 0.8 among 200 is 0.04
+    assert lampq.verify._least(80.0, 200) == pytest.approx(80.0 - 12.0)
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+def test_a_wrong_piece_between_the_layers_is_named(vit: Case, runtime: str) -> None:
+    model = quantized(vit, "minmax", 4)
+    graph = onnx_model(model)
+    for node in graph.graph.node:
+        if node.name == "blocks.1.sum1/total":  # a residual from the wrong place
+            node.input[0] = "blocks.1.norm1"
+    with pytest.raises(ExportError, match=rf"'blocks.1' in {runtime} differs from torch by"):
+        verified(model, graph, runtime, vit)
+
+
+GRIDS: dict[str, tuple[Quantizer, float, float]] = {
+    "uniform": (UniformQuantizer(4, torch.tensor(0.2), torch.tensor(6.3)), -2.0, 2.5),
+    "eight bits": (UniformQuantizer(8, torch.tensor(0.01), torch.tensor(100.0)), -2.0, 2.5),
+    "log": (
+        LogQuantizer(4, torch.tensor(2.0), torch.tensor([0.17]), torch.tensor([0.0]), step=12),
+        -0.17,
+        2.5,
+    ),
+    "twin": (TwinGeluQuantizer.reaching(4, torch.tensor(0.17), torch.tensor(0.3)), -0.17, 2.5),
+    "softmax": (TwinSoftmaxQuantizer.splitting(4, torch.tensor(0.2)), 0.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_inputs_are_moved_off_borders_and_no_further(name: str) -> None:
+    grid, low, high = GRIDS[name]
+    x = torch.linspace(low, high, 20_001)
+    moved = off_borders(grid, x)
+    for factor in (1 - 1e-6, 1 + 1e-6):
+        assert torch.equal(grid.encode(moved * factor), grid.encode(moved))
+    changed = moved != x
+    assert 0 < float(changed.float().mean()) < 0.1
+    assert float((moved - x).abs().max()) <= 0.02
+    assert torch.equal(off_borders(None, x), x)
+
+
+def test_products_are_verified_too(vit: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantized(vit, "adalog", 4)
+    assert any(isinstance(m, QuantMatMul) for m in model.modules())
+    original = lampq.verify.matmul
+
+    def wrong(g: Any, site: Any, name: str, a: str, b: str) -> str:
+        y = original(g, site, name, a, b)
+        if name != "blocks.1.attn.av":
+            return y
+        return str(g.node("Add", y, g.number(float("nan")), name="wrong"))
+
+    monkeypatch.setattr(lampq.verify, "matmul", wrong)
+    with pytest.raises(ExportError, match=r"layer 'blocks\.1\.attn\.av' in onnxruntime differs"):
+        verified(model, onnx_model(model), "onnxruntime", vit)
+
+
+def test_an_unsplit_layer_is_caught_where_products_overflow(vit: Case) -> None:
+    """On processors without 8-bit dot products the short form of an 8-bit layer is wrong."""
+    model = quantized(vit, "minmax", 8)
+    graph = onnx_model(model, any_cpu=False)
+    logits = predict(model, vit.samples)
+    short = {n.name for n in graph.graph.node if n.name.endswith("product_low")}
+    assert not short
+    for runtime in ENGINES:
+        arguments = (model, graph.SerializeToString(), runtime, vit.samples, logits)
+        if lampq.runtime.overflows(runtime):
+            with pytest.raises(ExportError, match="differs from torch by"):
+                verify(*arguments, any_cpu=False)
+        else:
+            assert verify(*arguments, any_cpu=False).error <= 1e-6
+
+
+def test_split_layers_are_in_the_graph_for_any_processor(vit: Case) -> None:
+    graph = onnx_model(quantized(vit, "minmax", 8))
+    names = {node.name for node in graph.graph.node}
+    assert "blocks.0.attn.qkv/product_low" in names
+    weights = {t.name: onnx.numpy_helper.to_array(t) for t in graph.graph.initializer}
+    for name, values in weights.items():
+        if name.endswith((".weight", ".weight_low")) and values.dtype == np.int8:
+            assert np.abs(values.astype(int)).max() <= 64
