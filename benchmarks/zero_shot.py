@@ -86,7 +86,7 @@ class ZeroBench(Bench):
             settings = Synthesis(self.images, source, self.steps, self.batch, seed)
         folder = self.work / "pictures" / f"{source} {seed}"
         make_folder(self.loaded, None, how, settings, folder)
-        return read_made(folder, self.loaded, how)
+        return read_made(folder, self.loaded.source, how)
 
     def run_on(self, source: str, **options: Any) -> tuple[Result, Progress]:
         """One run on the images of a source; fits and measures are shared as far as they go."""

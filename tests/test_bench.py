@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Case
 from typer.testing import CliRunner
 
 import lampq.cli
 from lampq import bench
+from lampq.artifact.checkpoint import checkpoint_bytes, read_header
 from lampq.bench import contenders, measure
 from lampq.bench.chart import chart
 from lampq.bench.measure import Ratio, in_turns
@@ -22,9 +24,10 @@ from lampq.data import Samples
 from lampq.errors import ConfigError, MissingDependencyError
 from lampq.graph.attention import explicit
 from lampq.graph.discover import discover
-from lampq.models import bundled_samples, load_model
+from lampq.methods import METHODS, FitCache, SiteWidths
+from lampq.models import ModelSource, bundled_samples, load_model
 from lampq.report.folder import read_run
-from lampq.types import LayerRole
+from lampq.types import BitPlan, LayerBits, LayerRole
 
 
 def _few(split: Any) -> Samples:
@@ -156,9 +159,7 @@ def rows(**milliseconds: float) -> list[dict[str, Any]]:
     ]
 
 
-def story(
-    below: int, times: list[dict[str, Any]], profile: str = "speed", above: int = 0
-) -> str:
+def story(below: int, times: list[dict[str, Any]], profile: str = "speed", above: int = 0) -> str:
     size = {
         "bytes": 2_000_000,
         "float_bytes": 20_000_000,
@@ -200,6 +201,39 @@ def test_widths_below_eight_bits_are_only_explained_where_there_are_any() -> Non
     assert "fewer than 8 bits" not in story(0, times)
     assert "as fast as openvino without" in story(0, times)
     assert "smaller, not faster. With 8 bits for all layers it would have 5 MB." in story(3, times)
+
+
+def test_layers_that_are_too_wide_for_integers_are_told() -> None:
+    times = rows(fp32=20.0, lampq=20.0)
+    assert "more than 8 bits" not in story(3, times)
+    said = story(0, times, above=2)
+    assert "2 of 10 layers have a weight or an input of more than 8 bits: they run in float" in said
+    assert "fewer than 8 bits" not in said
+
+
+def test_sizes_are_those_of_eight_bits_also_where_layers_are_wider(
+    vit: Case, tmp_path: Path
+) -> None:
+    layers = vit.graph.allocatable
+    sites = SiteWidths(LayerBits(8, 8), 8)
+    fits = FitCache(vit.model, vit.graph, METHODS.get("minmax")(), vit.stats, sites)
+    wide, narrow = layers[0].name, layers[3].name
+    plan = BitPlan.uniform(layers, LayerBits(8, 8))
+    mixed = plan.with_bits(wide, LayerBits(10, 8)).with_bits(narrow, LayerBits(5, 9))
+    files = {}
+    for name, one in (("even", plan), ("mixed", mixed)):
+        files[name] = tmp_path / f"{name}.safetensors"
+        files[name].write_bytes(
+            checkpoint_bytes(fits.assembled(one), ModelSource("user", "Tiny", {}), {})
+        )
+    size = bench._sizes(files["mixed"], read_header(files["mixed"]), 1000)
+    assert (size["layers_below_8_bits"], size["layers_above_8_bits"]) == (1, 2)
+    # zero points above 255 take two bytes
+    rows_of_wide = 72
+    assert abs(size["bytes_at_8_bits"] - files["even"].stat().st_size) <= rows_of_wide + 64
+    assert bench._sizes(files["even"], read_header(files["even"]), 1000)["bytes_at_8_bits"] == (
+        files["even"].stat().st_size
+    )
 
 
 @pytest.mark.parametrize(("form", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])

@@ -104,7 +104,7 @@ def test_widths_keep_their_distance(report: dict[str, Any]) -> None:
 def test_the_pictures_of_a_run_are_those_of_the_command(finished: Path, pictures: Path) -> None:
     loaded = load_model("fashion_vit")
     one, other = (
-        read_made(folder, loaded, loaded.preprocessing)
+        read_made(folder, loaded.source, loaded.preprocessing)
         for folder in (finished / "synthetic", pictures)
     )
     assert torch.equal(one.images, other.images)

@@ -49,6 +49,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"act_choices": [2, 3]},
         "act_choices are for separate widths: set joint",
     ),
+    "speed-bits": ({"profile": "speed", "bits": 9}, r"bits must be in 1\.\.8 with profile speed"),
+    "speed-act-bits": (
+        {"profile": "speed", "act_bits": 9},
+        r"act_bits must be in 1\.\.8 with profile speed, got 9",
+    ),
+    "speed-edge-bits": ({"profile": "speed", "edge_bits": 10}, r"edge_bits must be in 1\.\.8 with"),
+    "speed-choices": (
+        {"profile": "speed", "choices": [8, 9]},
+        r"choices must be different widths in 1\.\.8 with profile speed, got 8,9",
+    ),
     "joint": ({"joint": 1}, "joint must be true or false, got 1"),
     "hessian": ({"hessian": "x"}, "hessian must be one of fisher, hutchinson"),
     "configurations": ({"configurations": 0}, "configurations must be at least 1"),
@@ -226,3 +236,19 @@ def test_a_file_that_is_no_toml_is_named(tmp_path: Path, content: bytes) -> None
 def test_a_folder_instead_of_a_toml_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         read_toml(tmp_path)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize(("bits", "act_bits"), [(8, None), (4, 8), (7.5, 8), (3, 6)])
+def test_for_speed_no_choice_is_above_eight_bits(
+    preset: str, joint: bool, bits: float, act_bits: int | None
+) -> None:
+    options = {"preset": preset, "bits": bits, "act_bits": act_bits, "joint": joint}
+    widths = make_config({**options, "profile": "speed"}).widths
+    assert max(max(b.weight, b.activation) for b in widths) <= 8
+    plain = make_config(options).widths
+    narrow = {b for b in plain if max(b.weight, b.activation) <= 8}
+    assert narrow <= set(widths)
+    # attention products are in float, whatever is said of them
+    make_config({**options, "profile": "speed", "matmul_bits": 10})

@@ -33,6 +33,7 @@ ORDER = (
     "models",
     "artifact",
     "runtime",
+    "pieces",
     "verify",
     "zero_shot",
     "config",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from conftest import Case
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lampq import quantize
 from lampq.allocate import allocate_ilp, allocate_random, check_feasible
@@ -19,6 +21,7 @@ from lampq.data import Preprocessing
 from lampq.errors import BudgetError, ConfigError
 from lampq.limits import bops_limit, size_limit
 from lampq.methods import METHODS, FitCache, SiteWidths
+from lampq.methods.psaq import psaq
 from lampq.models import ModelSource
 from lampq.pipeline import Result, packed, prepare
 from lampq.refine import RefineOptions, refine
@@ -35,10 +38,20 @@ def fits_of(case: Case, method: str, sites: SiteWidths) -> FitCache:
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "matmul"), [("swin", "minmax", 4), ("vit", "adalog", None)]
+    ("name", "method", "matmul", "widths"),
+    [
+        ("swin", "minmax", 4, (1, 4, 8)),
+        ("vit", "adalog", None, (1, 4, 8)),
+        ("vit", "psaq", 4, (2, 9, 10)),
+        ("swin", "psaq", None, (3, 8, 10)),
+    ],
 )
 def test_the_bytes_of_a_limit_are_those_of_the_file(
-    request: pytest.FixtureRequest, name: str, method: str, matmul: int | None
+    request: pytest.FixtureRequest,
+    name: str,
+    method: str,
+    matmul: int | None,
+    widths: tuple[int, ...],
 ) -> None:
     case: Case = request.getfixturevalue(name)
     fits = fits_of(case, method, SiteWidths(LayerBits(8, 8), matmul, rest=16))
@@ -48,12 +61,12 @@ def test_the_bytes_of_a_limit_are_those_of_the_file(
         return packed(fits.assembled(plan), USER, plan, config, how)
 
     layers = fits.graph.allocatable
-    choices = tuple(LayerBits(b, b) for b in (1, 4, 8))
+    choices = tuple(LayerBits(b, b) for b in widths)
     limit = size_limit(fits, write, choices, 99_999)
     for seed in range(4):
         random = np.random.default_rng(seed)
-        widths = tuple(choices[i] for i in random.integers(len(choices), size=len(layers)))
-        plan = BitPlan(layers, widths)
+        drawn = tuple(choices[i] for i in random.integers(len(choices), size=len(layers)))
+        plan = BitPlan(layers, drawn)
         # room for preprocessing, and for offsets of as many digits as the limit
         tensors = len(fits.assembled(plan).state_dict())
         assert 0 <= limit.of(plan) - len(write(plan)) <= 264 + 6 * tensors
@@ -85,6 +98,45 @@ def test_what_is_not_quantized_counts_at_32_bits(vit: Case) -> None:
     )
     expected = pictures + head + products // 16 * 32 * 32
     assert bops_limit(in_float, vit.samples, CHOICES, 1).fixed == expected
+
+
+def test_operands_that_stay_in_float_count_at_32_bits_each(vit: Case) -> None:
+    """Of psaq at the inputs the softmax is in float, and everything else is quantized."""
+    sites = SiteWidths(LayerBits(8, 8), 5)
+    fits = FitCache(vit.model, vit.graph, psaq("inputs"), vit.stats, sites)
+    edges = 16 * (3 * 8 * 8) * 24 * 8 * 8 + 24 * 10 * 64
+    multiplications = 2 * 17 * 17 * 24  # of one kind of product in two blocks
+    expected = edges + multiplications * (5 * 5 + 32 * 5)
+    assert bops_limit(fits, vit.samples, CHOICES, 1).fixed == expected
+
+
+def test_products_of_a_quantized_output_count_with_its_layer(vit: Case) -> None:
+    """Published psaq has q, k and v on the grid of the qkv output, which follows the plan."""
+    choices = (LayerBits(4, 8), LayerBits(6, 10))
+    fits = fits_of(vit, "psaq", SiteWidths(LayerBits(8, 8), 5))
+    limit = bops_limit(fits, vit.samples, choices, 1)
+    assert limit.fixed == 16 * (3 * 8 * 8) * 24 * 8 * 8 + 24 * 10 * 64
+    product = 17 * 17 * 24
+    for layer in vit.graph.allocatable:
+        for bits in choices:
+            expected = 17 * layer.n_params * bits.weight * bits.activation
+            if layer.role is LayerRole.QKV:
+                expected += product * bits.activation * (bits.activation + 32)
+            assert limit.amounts[layer.name, bits] == expected
+
+
+def test_norms_of_queries_and_keys_make_them_float_again(vit: Case) -> None:
+    opened = copy.deepcopy(vit.model)
+    opened.get_submodule("blocks.0.attn").q_norm = nn.LayerNorm(8)
+    sites = SiteWidths(LayerBits(8, 8), 5)
+    fits = FitCache(opened, vit.graph, METHODS.get("psaq")(), vit.stats, sites)
+    plain = fits_of(vit, "psaq", sites)
+    limits = [bops_limit(one, vit.samples, CHOICES, 1) for one in (fits, plain)]
+    product = 17 * 17 * 24
+    assert limits[0].fixed - limits[1].fixed == product * 32 * 32
+    for bits in CHOICES:
+        amounts = [limit.amounts["blocks.0.attn.qkv", bits] for limit in limits]
+        assert amounts[1] - amounts[0] == product * bits.activation**2
 
 
 def table(seed: int, layers: int = 5) -> CostTable:
@@ -221,6 +273,30 @@ def test_a_run_keeps_a_target_of_bit_operations_and_of_size(vit: Case, share: fl
     assert size <= 25_500
     if share == 0:
         assert set(result.plan.values()) == {LayerBits(2, 2)}
+
+
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_a_run_of_psaq_with_wide_layers_keeps_its_limits(vit: Case, preset: str) -> None:
+    options: dict[str, Any] = {
+        **QUICK,
+        **{"method": "psaq", "preset": preset, "metric": "recon", "fallback": "none"},
+        **{"choices": [8, 9, 10], "bits": 9},
+    }
+    names = [layer.name for layer in vit.graph.allocatable]
+    plans = [dict.fromkeys(names, LayerBits(b, b)) for b in (8, 10)]
+    free = {**options, "target_size": 10**6, "target_bops": 10**9}
+    ends = [quantize(vit.original, vit.samples, plan=plan, **free) for plan in plans]
+    targets = [
+        (ends[0].budget.limits[i].of(ends[0].plan) + ends[1].budget.limits[i].of(ends[1].plan)) // 2
+        for i in range(2)
+    ]
+    options |= {"target_size": targets[0], "target_bops": targets[1]}
+    result = quantize(vit.original, vit.samples, **options)
+    size, operations = result.budget.limits
+    content = packed(result.model, result.source, result.plan, result.config)
+    assert len(content) <= size.of(result.plan) <= targets[0]
+    assert operations.of(result.plan) <= targets[1]
+    assert 8 < result.plan.mean_weight_bits < 10
 
 
 def test_a_given_plan_over_a_limit_is_noticed(vit: Case) -> None:

@@ -16,13 +16,15 @@ import lampq.verify
 from lampq.artifact.onnx import onnx_model
 from lampq.errors import ExportError
 from lampq.evaluate import predict
+from lampq.graph.blocks import Sum
 from lampq.progress import Progress
 from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
-from lampq.quant.modules import QuantLayer, QuantMatMul, assemble
+from lampq.quant.modules import QuantLayer, QuantMatMul, assemble, replace_module
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.runtime import SESSIONS
+from lampq.types import LayerRole
 from lampq.verify import Verification, off_borders, verify
 
 ENGINES = list(SESSIONS)
@@ -80,6 +82,70 @@ def test_every_site_of_a_good_graph_is_right(
         floats = floats | {"patch_embed.proj"}
     assert set(found.floating) == floats
     assert found.to_json()["integer"] == len(found.integer)
+
+
+MORE = [("vit", "psaq", 8), ("swin", "psaq", 4), ("swin", "psaq", 9), ("vit", "minmax", 10)]
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+@pytest.mark.parametrize(("name", "method", "bits"), MORE)
+def test_outputs_products_sums_and_wide_layers_are_right(
+    request: pytest.FixtureRequest, name: str, method: str, bits: int, runtime: str
+) -> None:
+    case: Case = request.getfixturevalue(name)
+    model = quantized(case, method, bits)
+    found = verified(model, onnx_model(model), runtime, case)
+    assert max(found.error, found.block_error) <= 1e-6
+    assert 0 < found.float_error <= 1e-6
+    layers = [n for n, m in model.named_modules() if isinstance(m, QuantLayer)]
+    assert sorted(found.integer if bits <= 8 else found.floating) == sorted(layers)
+    assert not (found.floating if bits <= 8 else found.integer)
+
+
+DROPPED = {
+    "blocks.0.attn.qkv": "output_quantizer",
+    "blocks.0.attn.qk": "output",
+    "blocks.1.sum1": "quantizer",
+    "patch_embed.proj": "output_quantizer",
+}
+
+
+@pytest.mark.parametrize(("name", "part"), DROPPED.items(), ids=DROPPED)
+def test_a_graph_that_has_lost_a_quantizer_is_noticed(vit: Case, name: str, part: str) -> None:
+    model = quantized(vit, "psaq", 8)
+    lost = copy.deepcopy(model)
+    if part == "quantizer":
+        replace_module(lost, name, Sum(LayerRole.PROJ))
+    else:
+        setattr(lost.get_submodule(name), part, None)
+    assert not torch.equal(predict(lost, vit.samples), predict(model, vit.samples))
+    # what comes behind it is wrong
+    with pytest.raises(ExportError, match=r"^'blocks\.\S+' in onnxruntime differs from torch by"):
+        verified(model, onnx_model(lost), "onnxruntime", vit)
+
+
+SITES = {"matmul": "blocks.1.attn.qk", "total": "blocks.0.sum2", "tokens_layer": "blocks.1.mlp.fc2"}
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+@pytest.mark.parametrize(("emit", "name"), SITES.items(), ids=SITES)
+def test_a_quantized_output_that_takes_other_codes_is_named(
+    vit: Case, runtime: str, monkeypatch: pytest.MonkeyPatch, emit: str, name: str
+) -> None:
+    model = quantized(vit, "psaq", 8)
+    graph = onnx_model(model)
+    original = getattr(lampq.verify, emit)
+
+    def wrong(g: Any, site: Any, mine: str, *values: str) -> str:
+        y = str(original(g, site, mine, *values))
+        if mine != name:
+            return y
+        grid = lampq.verify._opened(copy.deepcopy(site))[1]
+        return str(g.node("Add", y, g.number(float(grid.scale)), name="one step off"))
+
+    monkeypatch.setattr(lampq.verify, emit, wrong)
+    with pytest.raises(ExportError, match=rf"layer '{name}' in {runtime} differs from torch by"):
+        verified(model, graph, runtime, vit)
 
 
 @pytest.mark.parametrize("runtime", ENGINES)

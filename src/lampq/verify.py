@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lampq.artifact.onnx import INPUT, OUTPUT, GraphBuilder
+from lampq.artifact.onnx import GraphBuilder
 from lampq.artifact.onnx.builder import require_onnx
 from lampq.artifact.onnx.sites import (
     matmul,
@@ -33,7 +33,7 @@ from lampq.artifact.onnx.sites import (
 from lampq.calibrate import recording
 from lampq.data import Samples
 from lampq.errors import ExportError
-from lampq.graph.blocks import explicit_blocks
+from lampq.pieces import worst_piece
 from lampq.progress import Progress
 from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
@@ -107,7 +107,8 @@ def verify(
                 f"layer {name!r} in {runtime} differs from torch by {error:.2g} of its output "
                 f"range, more than {allowed:.2g}"
             )
-    block_error, block = _block_errors(model, content, runtime, samples)
+    images = samples.inputs(torch.arange(PARTS) % len(samples))
+    block_error, block = worst_piece(model, content, runtime, images)
     if not block_error <= TOLERANCE:
         raise ExportError(
             f"{block!r} in {runtime} differs from torch by {block_error:.2g} of its output range "
@@ -314,65 +315,6 @@ def _spread(x: Tensor, count: int) -> Tensor:
     if len(x) <= count:
         return x
     return x[torch.linspace(0, len(x) - 1, count).long()]
-
-
-def _blocks(model: nn.Module) -> list[str]:
-    """The names of the blocks, in execution order."""
-    kinds = explicit_blocks()
-    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
-
-
-def _cut(content: bytes, blocks: Mapping[str, Tensor]) -> bytes:
-    """The file with every block's output also an output, and given to what comes behind it."""
-    onnx = require_onnx()
-    model = onnx.load_model_from_string(content)
-    outputs = {f"{name}/output": list(values.shape[1:]) for name, values in blocks.items()}
-    for node in model.graph.node:
-        for place, name in enumerate(node.input):
-            if name in outputs:
-                node.input[place] = f"{name}:given"
-    for name, shape in outputs.items():
-        for values, label in ((model.graph.input, f"{name}:given"), (model.graph.output, name)):
-            values.append(
-                onnx.helper.make_tensor_value_info(label, onnx.TensorProto.FLOAT, ["batch", *shape])
-            )
-    cut: bytes = model.SerializeToString()
-    return cut
-
-
-@torch.no_grad()
-def _block_errors(
-    model: nn.Module, content: bytes, runtime: str, samples: Samples
-) -> tuple[float, str]:
-    """The largest median error of any block or of the head, and its name.
-
-    The median is that of all values: those that a flipped code reaches may be far off.
-    """
-    names = _blocks(model)
-    images = samples.inputs(torch.arange(PARTS) % len(samples))
-    exact: dict[str, Tensor] = {}
-    handles = [
-        model.get_submodule(name).register_forward_hook(
-            lambda _module, _inputs, output, name=name: exact.__setitem__(name, output)
-        )
-        for name in names
-    ]
-    try:
-        logits = model(images)
-    finally:
-        for handle in handles:
-            handle.remove()
-    session = SESSIONS[runtime](_cut(content, exact))
-    feeds = {f"{name}/output:given": values.numpy() for name, values in exact.items()}
-    found = session.run({INPUT: images.numpy(), **feeds})
-    pieces = {**{f"{name}/output": values for name, values in exact.items()}, OUTPUT: logits}
-    errors = {
-        name.removesuffix("/output"): float(np.median(np.abs(found[name] - values.numpy())))
-        / max(float(np.ptp(values.numpy())), 1e-30)
-        for name, values in pieces.items()
-    }
-    worst = max(errors, key=lambda name: np.inf if np.isnan(errors[name]) else errors[name])
-    return errors[worst], worst
 
 
 @torch.no_grad()

@@ -10,17 +10,18 @@ import onnxruntime
 import pytest
 import timm
 import torch
+from conftest import Case, fits_of
 from hypothesis import given
 from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from lampq.artifact.onnx import GraphBuilder, onnx_model
+from lampq.artifact.onnx import GraphBuilder, families, onnx_model
 from lampq.artifact.onnx.folded import PAIR_LIMIT, fold
-from lampq.artifact.onnx.sites import matmul, patches, tokens_layer
+from lampq.artifact.onnx.sites import matmul, patches, runs_in_integers, tokens_layer, total
 from lampq.errors import ExportError
 from lampq.graph.attention import explicit
-from lampq.quant.base import Quantizer
+from lampq.quant.base import Quantizer, compact
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import (
     LayerFit,
@@ -29,10 +30,14 @@ from lampq.quant.modules import (
     QuantLayer,
     QuantLinear,
     QuantMatMul,
+    QuantSum,
+    SumFit,
+    assemble,
+    replace_module,
 )
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
-from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec
+from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec, SumSpec
 
 SMALL: dict[str, Any] = {"depth": 1, "img_size": 64, "embed_dim": 48, "num_heads": 2}
 SWIN: dict[str, Any] = {
@@ -136,6 +141,7 @@ def layer_of(
     kind: str = "whole",
     shape: tuple[int, int] = (12, 20),
     seed: int = 0,
+    output: Quantizer | None = None,
 ) -> QuantLinear:
     """A linear layer with random codes, all of them used."""
     generator = torch.Generator().manual_seed(seed)
@@ -144,10 +150,11 @@ def layer_of(
     fit = LayerFit(
         LayerSpec("layer", LayerRole.FC1, 0, codes.numel()),
         LayerBits(bits, 8 if inputs is None else inputs.bits),
-        codes.to(torch.uint8),
+        compact(codes, bits),
         torch.randn(shape[0], generator=generator),
         grid_of(bits, shape[0], kind, generator),
         inputs,
+        output_quantizer=output,
     )
     return QuantLinear(fit, shape)
 
@@ -204,6 +211,8 @@ def one_site(site: nn.Module, operands: tuple[Tensor, ...], *, any_cpu: bool = T
     names = [g.input(f"x{i}", ("batch", *operand.shape[1:])) for i, operand in enumerate(operands)]
     if isinstance(site, QuantMatMul):
         value = matmul(g, site, "site", *names)
+    elif isinstance(site, QuantSum):
+        value = total(g, site, "site", *names)
     elif isinstance(site, QuantConv2d):
         _, channels, height, width = operands[0].shape
         value, _ = patches(g, site, "site", names[0], (channels, height, width))
@@ -348,8 +357,125 @@ def test_a_patch_embedding_gives_what_torch_gives(inputs: int | None, runtime: s
     assert_same(QuantConv2d(fit, conv), (images,), runtime)
 
 
+def kinds(graph: Any) -> set[str]:
+    """The operators of a graph."""
+    return {node.op_type for node in graph.graph.node}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("widths", [(9, 8), (10, 4), (8, 9), (3, 10), (10, 10)], ids=str)
+def test_more_than_eight_bits_are_float_operators_of_the_same_values(
+    widths: tuple[int, int], runtime: str
+) -> None:
+    bits, inputs = widths
+    grid = uniform(inputs)
+    grid.zero.round_()
+    layer = layer_of(bits, grid, "symmetric")
+    x = tokens(None, (2, 7, 20), -1.5, 2.5)
+    step = float(grid.scale) / 50
+    x = torch.where(grid.encode(x - step) != grid.encode(x + step), x + 3 * step, x)
+    assert not runs_in_integers(layer)
+    assert not kinds(one_site(layer, (x,))) & {"QuantizeLinear", "DequantizeLinear"}
+    assert_same(layer, (x,), runtime)
+
+
+def test_a_wide_weight_is_never_folded() -> None:
+    with pytest.raises(AssertionError, match="wider codes are no int8 numbers"):
+        fold(layer_of(9, None, "whole"))
+
+
+def assert_same_codes(
+    site: nn.Module, opened: Tensor, output: Quantizer, operands: tuple[Tensor, ...], runtime: str
+) -> None:
+    """The graph gives the codes of torch, but for outputs next to a border; these are few."""
+    feeds = {f"x{i}": x.numpy() for i, x in enumerate(operands)}
+    found = torch.from_numpy(run(one_site(site, operands), feeds, runtime))
+    margin = 1e-3 * output.scale
+    sure = output.encode(opened - margin) == output.encode(opened + margin)
+    assert 0.9 < float(sure.double().mean()) <= 1
+    exact = output(opened)
+    assert float((exact - opened).abs().max()) > 0
+    assert float((found - exact).abs()[sure].max()) <= 1e-6 * float(exact.max() - exact.min())
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("inputs", [4, 10])
+def test_the_output_of_a_layer_is_quantized(inputs: int, runtime: str) -> None:
+    grid, output = uniform(inputs), UniformQuantizer(5, torch.tensor(0.21), torch.tensor(14.0))
+    x = tokens(grid if inputs == 4 else None, (2, 7, 20), -1.5, 2.5)
+    opened = layer_of(4, grid)(x)
+    assert_same_codes(layer_of(4, grid, output=output), opened, output, (x,), runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("inputs", [None, 8])
+def test_the_output_of_a_patch_embedding_is_quantized(inputs: int | None, runtime: str) -> None:
+    grid = None if inputs is None else uniform(inputs)
+    output = UniformQuantizer(4, torch.tensor(0.3), torch.tensor(7.0))
+    images = tokens(grid, (3, 2, 8, 12), -1.0, 2.0)
+
+    def embedding(outputs: Quantizer | None) -> QuantConv2d:
+        linear = layer_of(4, grid, "whole", (12, 32), output=outputs)
+        fit = LayerFit(
+            linear.spec,
+            linear.bits,
+            linear.codes,
+            linear.bias,
+            linear.weight_quantizer,
+            linear.input_quantizer,
+            output_quantizer=linear.output_quantizer,
+        )
+        return QuantConv2d(fit, nn.Conv2d(2, 12, 4, stride=4))
+
+    opened = embedding(None)(images).flatten(2).transpose(1, 2)
+    assert_same_codes(embedding(output), opened, output, (images,), runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("left", [None, 4])
+@pytest.mark.parametrize("right", [None, 9])
+def test_a_product_is_quantized_and_operands_may_stay_in_float(
+    left: int | None, right: int | None, runtime: str
+) -> None:
+    output = UniformQuantizer(6, torch.tensor(0.2), torch.tensor(30.5))
+    grids = [None if bits is None else uniform(bits, 0.5) for bits in (left, right)]
+    a, b = tokens(grids[0], (2, 2, 5, 9), -1.4, 1.4), tokens(None, (2, 2, 9, 6), -1.4, 1.4)
+    opened = QuantMatMul(MatmulFit(MatmulSpec("site", "qk", 0), *grids))
+    site = QuantMatMul(MatmulFit(MatmulSpec("site", "qk", 0), *grids, output))
+    assert_same(opened, (a, b), runtime)
+    assert_same_codes(site, opened(a, b), output, (a, b), runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("bits", [3, 10])
+def test_a_sum_is_quantized(bits: int, runtime: str) -> None:
+    output = uniform(bits)
+    a, b = tokens(None, (2, 7, 20), -0.8, 1.2), tokens(None, (2, 7, 20), -0.4, 1.4).flip(1)
+    site = QuantSum(SumFit(SumSpec("site", LayerRole.PROJ, 0), output))
+    assert_same_codes(site, a + b, output, (a, b), runtime)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.attn.qk", "blocks.0.sum1"])
+def test_a_part_that_is_neither_float_nor_quantized_is_named(name: str) -> None:
+    model = explicit(VisionTransformer(**SMALL))
+    replace_module(model, name, nn.Bilinear(1, 1, 1))
+    with pytest.raises(ExportError, match=f"'{name}' is a Bilinear, and export knows"):
+        onnx_model(model)
+
+
 def test_images_must_be_of_whole_patches() -> None:
     g = GraphBuilder()
     x = g.input("x", ("batch", 2, 9, 8))
     with pytest.raises(ExportError, match="export needs images of whole patches"):
         patches(g, nn.Conv2d(2, 12, 4, stride=4), "site", x, (2, 9, 8))
+
+
+def test_a_quantized_part_without_a_place_in_the_graph_is_named(
+    vit: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = assemble(vit.model, *fits_of(vit, "psaq", 4))
+    plain = lambda g, _site, name, a, b: g.node("Add", a, b, name=name)  # noqa: E731
+    monkeypatch.setattr(families, "total", plain)
+    with pytest.raises(ExportError, match=r"'blocks\.0\.sum1' has no place in the graph"):
+        onnx_model(model)
+    onnx_model(vit.model)

@@ -7,6 +7,7 @@ import torch
 from conftest import Case, fits_of, same_quantizer
 
 from lampq.artifact.checkpoint import checkpoint_bytes, load_checkpoint, read_checkpoint
+from lampq.artifact.onnx.sites import runs_in_integers
 from lampq.calibrate import LayerStats, MatmulStats, recording
 from lampq.evaluate import divergence, predict
 from lampq.methods import METHODS, FitCache, SiteWidths
@@ -14,7 +15,14 @@ from lampq.methods.base import LinearView
 from lampq.methods.psaq import PSAQ, psaq, symmetric_rows
 from lampq.models import ModelSource
 from lampq.pipeline import quantize
-from lampq.quant.modules import MatmulFit, QuantSum, SumFit, assemble
+from lampq.quant.modules import (
+    MatmulFit,
+    QuantLayer,
+    QuantMatMul,
+    QuantSum,
+    SumFit,
+    assemble,
+)
 from lampq.reconstruct.trainable import fitted, trainable
 from lampq.types import BitPlan, LayerBits, LayerRole, SumSpec
 
@@ -121,6 +129,19 @@ def test_the_preset_says_at_which_sites(vit: Case) -> None:
     for preset, sums in (("paper", True), ("best", False)):
         result = quantize(vit.original, vit.samples, preset=preset, **options)
         assert any(isinstance(m, QuantSum) for m in result.model.modules()) is sums
+
+
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_for_speed_only_the_inputs_of_layers_are_quantized(vit: Case, preset: str) -> None:
+    options = {"method": "psaq", "bits": 4, "choices": (4,), "metric": "recon", "exchanges": 0}
+    result = quantize(vit.original, vit.samples, preset=preset, profile="speed", **options)
+    kinds = (QuantLayer, QuantMatMul, QuantSum)
+    sites = [module for module in result.model.modules() if isinstance(module, kinds)]
+    assert len(sites) == len(vit.graph.layers)
+    for layer in sites:
+        assert isinstance(layer, QuantLayer)
+        assert layer.output_quantizer is None
+        assert runs_in_integers(layer)
 
 
 def test_more_activation_bits_come_closer_to_the_float_model(case: Case) -> None:

@@ -67,6 +67,24 @@ def test_a_packed_file_gives_the_same_logits_in_every_runtime(
         assert worst < 0.05 * float(expected.std())
 
 
+@pytest.mark.parametrize("runtime", ENGINES)
+@pytest.mark.parametrize(("method", "bits"), [("psaq", 8), ("psaq", 10), ("minmax", 9)])
+def test_quantized_outputs_and_sums_and_wide_layers_are_deployed(
+    vit: Case, tmp_path: Path, method: str, bits: int, runtime: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    model = assemble(vit.model, *fits_of(vit, method, bits))
+    path.write_bytes(checkpoint_bytes(model, USER, {}))
+    expected = model(vit.samples.images)
+    logits = lampq.load(path, vit.original, runtime=runtime)(vit.samples.images)
+    worst = float((logits - expected).abs().max())
+    assert worst < 0.05 * float(expected.std())
+    if method == "psaq":
+        # its last quantizer is that of the logits
+        grid = model.get_submodule("head").output_quantizer
+        torch.testing.assert_close(grid(logits.clone()), logits)
+
+
 def test_torch_gives_a_module(vit: Case, packed: Path) -> None:
     assert isinstance(lampq.load(packed, vit.original, runtime="torch"), nn.Module)
 

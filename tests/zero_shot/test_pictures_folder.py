@@ -167,15 +167,15 @@ def test_nothing_is_written_over(loaded: LoadedModel, made: Path, tmp_path: Path
 
 def test_pictures_are_read_as_they_are_whatever_the_crop(loaded: LoadedModel, made: Path) -> None:
     cropped = replace(loaded.preprocessing, crop_pct=0.5)
-    whole = read_made(made, loaded, loaded.preprocessing)
-    assert torch.equal(read_made(made, loaded, cropped).images, whole.images)
-    assert len(read_made(made, loaded, cropped, limit=2)) == 2
+    whole = read_made(made, loaded.source, loaded.preprocessing)
+    assert torch.equal(read_made(made, loaded.source, cropped).images, whole.images)
+    assert len(read_made(made, loaded.source, cropped, limit=2)) == 2
 
 
 def test_pictures_of_another_model_are_refused(made: Path) -> None:
     other = load_model("fashion_swin")
     with pytest.raises(DataError, match="made for the model 'fashion_vit', not for 'fashion_swin'"):
-        read_made(made, other, other.preprocessing)
+        read_made(made, other.source, other.preprocessing)
 
 
 def test_a_newer_record_is_refused(made: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,21 +19,28 @@ from lampq.cli import (
     calibration_samples,
     evaluation_samples,
     guarded,
+    load_alone,
     load_float,
     pictures,
 )
-from lampq.config import make_config
-from lampq.data import list_folder
+from lampq.cli.zero_shot import GivenPictures, Run, pictures_of_run
+from lampq.config import RunConfig, make_config
+from lampq.data import Samples, list_folder
 from lampq.errors import ConfigError
 from lampq.export import IMAGES, Export, check_runtimes, export_onnx, profile_of
 from lampq.models import preprocessing_of
+from lampq.pipeline import prepare
 from lampq.progress import Progress
 from lampq.report.folder import read_report, remake_page
 from lampq.runfolder import Job, fingerprint_of, open_work, read_plan, run_job
 from lampq.terminal import TerminalProgress, print_bench
 from lampq.typed import names, numbers
+from lampq.types import INTEGER_BITS
+from lampq.zero_shot import check_synthetic, read_made
 
 PROFILES = ("accuracy", "speed")
+# made pictures, a folder of real ones, or None for bundled ones
+Calibration = GivenPictures | Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +65,32 @@ class Source:
         found = None if self.report is None else self.report.get("data", {}).get(key)
         return None if found in (None, "None") else Path(str(found))
 
-    def calibration(self, calib: Path | None) -> Path | None:
-        """The folder of calibration pictures; None stands for bundled ones."""
-        folder = calib or self.given("calib")
-        if folder is not None:
-            if calib is None and not folder.is_dir():
-                raise ConfigError(
-                    f"the calibration pictures of the run are no longer in {str(folder)!r}: "
-                    "give --calib DIR"
-                )
-            list_folder(folder)
-        elif self.header.source.kind != "bundled":
+    def calibration(self, calib: Path | None) -> Calibration:
+        """Where calibration pictures are: those given, or those of the run."""
+        made = None
+        if calib is None and self.report is not None:
+            made = pictures_of_run(self.checkpoint.parent, self.report.get("data", {}))
+        folder = calib or (self.given("calib") if made is None else made.folder)
+        if folder is None and self.header.source.kind != "bundled":
             raise ConfigError("an export is verified on calibration pictures: give --calib DIR")
-        return folder
+        if folder is not None and calib is None and not folder.is_dir():
+            raise ConfigError(
+                f"the calibration pictures of the run are no longer in {str(folder)!r}: "
+                "give --calib DIR"
+            )
+        if made is not None:
+            check_synthetic(made.folder, self.header.source)
+        elif folder is not None:
+            list_folder(folder)
+        return made or folder
+
+    def pictures(self, where: Calibration, count: int, progress: Progress) -> Samples:
+        """Some of these pictures, as the model takes them."""
+        how = self.header.preprocessing or preprocessing_of(self.header.source.build())
+        options: dict[str, Any] = {"limit": count, "progress": progress}
+        if isinstance(where, GivenPictures):
+            return read_made(where.folder, self.header.source, how, **options)
+        return pictures("calib", where, how, **options).subset(count, 0)
 
 
 @app.command("export")
@@ -112,12 +133,11 @@ def export_command(
         raise ConfigError(f"the file to write must be called like model.onnx, got {str(out)!r}")
     engines = check_runtimes(names(runtimes, "runtimes"))
     source = Source.of(run)
-    folder = source.calibration(calib)
+    where = source.calibration(calib)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
     if profile is not None and profile != profile_of(source.header):
-        source = refitted(source, profile, folder, progress)
-    how = source.header.preprocessing or preprocessing_of(source.header.source.build())
-    samples = pictures("calib", folder, how, limit=images, progress=progress).subset(images, 0)
+        source = refitted(source, profile, where, progress)
+    samples = source.pictures(where, images, progress)
     target = out or source.checkpoint.with_name("model.onnx")
     done = export_onnx(
         source.checkpoint, target, samples, runtimes=engines, any_cpu=any_cpu, progress=progress
@@ -150,7 +170,7 @@ def _tell(done: Export, source: Source, top1: float | None) -> None:
         )
 
 
-def refitted(source: Source, profile: str, calib: Path | None, progress: Progress) -> Source:
+def refitted(source: Source, profile: str, where: Calibration, progress: Progress) -> Source:
     """The same plan fitted for the other profile, in a run folder inside that of the run."""
     report = source.report
     if report is None:
@@ -165,20 +185,39 @@ def refitted(source: Source, profile: str, calib: Path | None, progress: Progres
         if read_plan(out / "plan.json") != plan:
             raise ConfigError(f"{str(out)!r} holds a run with another plan: remove it first")
         return Source.of(out)
-    settings = make_config({**report["config"], "profile": profile})
+    settings = _settings(report["config"], profile)
     data = report["data"]
     evaluation = source.given("eval")
-    weights = source.given("weights")
-    loaded = load_float(data["model"], weights, calib, evaluation)
+    calib = None if isinstance(where, GivenPictures) else where
+    load = load_alone if isinstance(where, GivenPictures) else load_float
+    loaded = load(data["model"], source.given("weights"), calib, evaluation)
+    prepare(loaded.model, settings, plan=plan)
     how = source.header.preprocessing or loaded.preprocessing
     inputs = {**{k: data.get(k) for k in ("model", "weights", "eval")}, "calib": str(calib)}
     inputs["plan"] = str(plan_file)
+    if isinstance(where, GivenPictures):
+        inputs["zero_shot"] = where.to_json()
     unfinished = (out / ".lampq" / "run.json").is_file()
     work = open_work(out, fingerprint_of(settings, inputs), resume=unfinished)
-    samples = calibration_samples(calib, how, settings.images, settings.seed, progress)
+    if isinstance(where, GivenPictures):
+        run = Run(loaded, source.given("weights"), how, settings, out, progress)
+        samples, inputs["synthesis"] = where.samples(run)
+    else:
+        samples = calibration_samples(calib, how, settings.images, settings.seed, progress)
     scored = evaluation_samples(loaded, calib, evaluation, how, progress)
     run_job(Job(loaded, samples, scored, settings, plan, how, inputs), out, work, progress)
     return Source.of(out)
+
+
+def _settings(options: Mapping[str, Any], profile: str) -> RunConfig:
+    """The options of a run for the other profile; choices that it has not are left out."""
+    changed: dict[str, Any] = {"profile": profile}
+    for name in ("choices", "act_choices"):
+        widths = options.get(name) or ()
+        narrow = [bits for bits in widths if bits <= INTEGER_BITS]
+        if profile == "speed" and narrow:
+            changed[name] = narrow
+    return make_config({**options, **changed})
 
 
 @app.command("bench")

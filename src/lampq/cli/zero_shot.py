@@ -51,14 +51,13 @@ class GivenPictures:
     def check(self, loaded: LoadedModel, how: Preprocessing) -> None:
         """Raise if they are not there, or were made for another model."""
         del how
-        check_synthetic(self.folder, loaded)
+        check_synthetic(self.folder, loaded.source)
 
     def samples(self, run: Run) -> tuple[Samples, dict[str, Any]]:
         """The pictures, and how they were made."""
-        limit, seed = run.settings.images, run.settings.seed
-        samples = read_made(
-            self.folder, run.loaded, run.how, limit=limit, seed=seed, progress=run.progress
-        )
+        source, settings = run.loaded.source, run.settings
+        options: dict[str, Any] = {"limit": settings.images, "seed": settings.seed}
+        samples = read_made(self.folder, source, run.how, **options, progress=run.progress)
         return samples, read_about(self.folder)
 
 
@@ -82,7 +81,7 @@ class NewPictures:
         folder = run.out / FOLDER
         about = make_folder(run.loaded, run.weights, run.how, self.synthesis, folder, run.progress)
         run.progress.note(described(about))
-        return read_made(folder, run.loaded, run.how), about
+        return read_made(folder, run.loaded.source, run.how), about
 
 
 def calibration_source(
@@ -114,3 +113,11 @@ def calibration_source(
             "--synthesis-batch out"
         )
     return GivenPictures(synthetic)
+
+
+def pictures_of_run(folder: Path, data: Mapping[str, Any]) -> GivenPictures | None:
+    """The made pictures of a finished run, as its report tells; None for one on real pictures."""
+    made = data.get("zero_shot")
+    if made is None:
+        return None
+    return GivenPictures(Path(made["synthetic"]) if "synthetic" in made else folder / FOLDER)

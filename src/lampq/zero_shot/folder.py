@@ -19,7 +19,7 @@ from lampq.artifact.checkpoint import write_atomically
 from lampq.artifact.states import StateFolder
 from lampq.data import Preprocessing, Samples, list_folder, read_folder
 from lampq.errors import ConfigError, DataError
-from lampq.models import LoadedModel
+from lampq.models import LoadedModel, ModelSource
 from lampq.progress import Progress
 from lampq.version import __version__
 from lampq.zero_shot.base import Subject, Synthesis, options_of
@@ -144,7 +144,7 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 def read_made(
     folder: Path,
-    loaded: LoadedModel,
+    source: ModelSource,
     how: Preprocessing,
     *,
     limit: int | None = None,
@@ -152,20 +152,20 @@ def read_made(
     progress: Progress | None = None,
 ) -> Samples:
     """The pictures of a finished folder, as they are; they must have been made for this model."""
-    check_synthetic(folder, loaded)
+    check_synthetic(folder, source)
     # they have the size of the input: nothing is cropped
     whole = replace(how, crop_pct=1.0, recrop=False)
     return read_folder(folder, whole, limit=limit, seed=seed, progress=progress)
 
 
-def check_synthetic(folder: Path, loaded: LoadedModel) -> None:
+def check_synthetic(folder: Path, source: ModelSource) -> None:
     """Raise if the folder holds no finished pictures that were made for this model."""
-    source = read_about(folder).get("model", {})
+    made_for = read_about(folder).get("model", {})
     list_folder(folder)
-    if (source.get("kind"), source.get("name")) != (loaded.source.kind, loaded.source.name):
+    if (made_for.get("kind"), made_for.get("name")) != (source.kind, source.name):
         raise DataError(
-            f"the pictures in {str(folder)!r} were made for the model {source.get('name')!r}, "
-            f"not for {loaded.source.name!r}"
+            f"the pictures in {str(folder)!r} were made for the model {made_for.get('name')!r}, "
+            f"not for {source.name!r}"
         )
 
 

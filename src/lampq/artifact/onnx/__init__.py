@@ -8,6 +8,8 @@ from torch import nn
 
 from lampq.artifact.onnx.builder import GraphBuilder
 from lampq.artifact.onnx.families import INPUT, OUTPUT, emit_model
+from lampq.errors import ExportError
+from lampq.quant.modules import QuantLayer, QuantMatMul, QuantSum
 
 
 def onnx_model(model: nn.Module, *, any_cpu: bool = True) -> Any:
@@ -18,6 +20,9 @@ def onnx_model(model: nn.Module, *, any_cpu: bool = True) -> Any:
     """
     g = GraphBuilder(any_cpu=any_cpu)
     emit_model(g, model)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLayer | QuantMatMul | QuantSum) and name not in g.placed:
+            raise ExportError(f"the model cannot be exported: {name!r} has no place in the graph")
     return g.model()
 
 

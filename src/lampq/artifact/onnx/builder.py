@@ -33,10 +33,12 @@ class GraphBuilder:
     """Nodes and constants of one graph; values are known by name.
 
     ``any_cpu``: integer products must be right also on processors that sum them in 16 bits.
+    ``placed`` are the quantized modules whose nodes are there, by name.
     """
 
     def __init__(self, *, any_cpu: bool = True) -> None:
         self._onnx, self.any_cpu = require_onnx(), any_cpu
+        self.placed: set[str] = set()
         self._nodes: list[Any] = []
         self._constants: dict[str, Array] = {}
         self._shared: dict[tuple[Any, ...], str] = {}

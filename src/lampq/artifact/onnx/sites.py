@@ -61,6 +61,7 @@ def product_nodes(model: nn.Module) -> dict[str, str]:
 
 def tokens_layer(g: GraphBuilder, layer: QuantLayer, name: str, x: str) -> str:
     """A layer on tokens (..., channels); a convolution takes its patches as tokens."""
+    g.placed.add(name)
     if runs_in_integers(layer):
         output = _integer_layer(g, layer, name, x)
     else:
@@ -154,6 +155,7 @@ def patches(
         tokens = g.node("Reshape", turned, flat, name=f"{name}/patches")
         return tokens_layer(g, layer, name, tokens), grid
     if isinstance(layer, QuantConv2d):
+        g.placed.add(name)
         x = _quantized(g, layer.input_quantizer, f"{name}/input", x)
     kernel = g.constant(f"{name}.weight", array(layer.weight))
     inputs = [x, kernel]
@@ -174,6 +176,7 @@ def matmul(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
         return g.node("MatMul", a, b, name=f"{name}/product")
     if not isinstance(site, QuantMatMul):
         raise ExportError(f"{name!r} is a {type(site).__name__}, and export knows products there")
+    g.placed.add(name)
     a = _quantized(g, site.left, f"{name}/left", a)
     b = _quantized(g, site.right, f"{name}/right", b)
     product = g.node("MatMul", a, b, name=f"{name}/product")
@@ -186,6 +189,7 @@ def total(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
         return g.node("Add", a, b, name=f"{name}/total")
     if not isinstance(site, QuantSum):
         raise ExportError(f"{name!r} is a {type(site).__name__}, and export knows sums there")
+    g.placed.add(name)
     return quantizer(g, site.quantizer, name, g.node("Add", a, b, name=f"{name}/total"))
 
 
