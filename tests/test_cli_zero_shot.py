@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from test_cli import Outcome
 
 import lampq
 import lampq.cli
+from lampq.artifact.checkpoint import read_header
 from lampq.data import Samples
 from lampq.models import bundled_samples, load_model
 from lampq.zero_shot import read_made
@@ -222,3 +225,105 @@ def test_a_model_that_is_not_bundled_needs_pictures_or_zero_shot(
     found = Outcome("quantize", "x", "--out", tmp_path / "run")
     assert found.code == 2
     assert "give --calib DIR, or quantize it with --zero-shot" in found.err
+
+
+VERIFIED = ("--images", "6", "--runtimes", "onnxruntime")
+
+
+def test_an_export_is_verified_on_the_pictures_of_the_run(
+    finished: Path, report: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "model.onnx"
+    found = Outcome("export", finished, *VERIFIED, "--out", out, "--json")
+    assert (found.code, found.err) == (0, "")
+    (verified,) = json.loads(found.out)["verified"]
+    assert verified["images"] == 6
+    # inputs of nine bits are in float by design
+    widths = report["plan"]["layers"]
+    assert verified["floating"]
+    assert verified["floating"] == [n for n, bits in widths.items() if bits["activation"] > 8]
+    assert verified["integer"] == 26 - len(verified["floating"])
+    assert out.is_file()
+
+
+def test_other_pictures_may_be_given_for_an_export(
+    finished: Path, pictures: Path, tmp_path: Path
+) -> None:
+    words = ("--calib", pictures, "--out", tmp_path / "model.onnx", "--quiet")
+    found = Outcome("export", finished, *VERIFIED, *words)
+    assert (found.code, found.err) == (0, "")
+
+
+def test_pictures_that_are_gone_are_asked_for(finished: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    shutil.rmtree(run / "synthetic")
+    found = Outcome("export", run, *VERIFIED)
+    assert found.code == 2
+    assert "the calibration pictures of the run are no longer in" in found.err
+    assert found.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def by_hand(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run at PSAQ-ViT's own sites, with a plan by hand: 4/8 bits everywhere."""
+    out = tmp_path_factory.mktemp("cli") / "published"
+    plan = json.loads((finished / "plan.json").read_text())
+    plan["layers"] = {name: {"weight": 4, "activation": 8} for name in plan["layers"]}
+    out.with_name("plan.json").write_text(json.dumps(plan))
+    words = ("--synthetic", finished / "synthetic", "--plan", out.with_name("plan.json"))
+    options = ("--method", "psaq", "--sites", "published", "--images", 6, "--bits", 4)
+    found = Outcome("quantize", "--zero-shot", "--out", out, "--quiet", *words, *options)
+    assert (found.code, found.out, found.err) == (0, "", "")
+    return out
+
+
+def sites_of(folder: Path) -> tuple[int, int, int]:
+    """Numbers of quantized outputs, products and sums of a checkpoint."""
+    header = read_header(folder / "model.safetensors").content
+    outputs = sum("output_quantizer" in entry for entry in header["layers"].values())
+    return outputs, len(header["matmuls"]), len(header.get("sums", {}))
+
+
+def test_a_plan_of_made_pictures_is_fitted_again_for_speed(by_hand: Path, finished: Path) -> None:
+    assert sites_of(by_hand) == (20, 12, 12)
+    found = Outcome("export", by_hand, *VERIFIED, "--profile", "speed", "--quiet")
+    assert (found.code, found.err) == (0, "")
+    assert "26 layers on integer kernels, 0 in float by design" in found.out
+    speed = by_hand / "speed"
+    assert sites_of(speed) == (0, 0, 0)
+    report = json.loads((speed / "report.json").read_text())
+    assert report["config"]["profile"] == "speed"
+    assert report["data"]["zero_shot"] == {"synthetic": str(finished / "synthetic")}
+    assert report["data"]["synthesis"]["settings"]["images"] == 6
+    assert report["data"]["calibration_images"] == 6
+    # its own pictures are found again
+    again = Outcome("export", speed, *VERIFIED, "--quiet")
+    assert (again.code, again.err) == (0, "")
+
+
+def test_a_plan_with_wide_layers_is_not_fitted_for_speed(finished: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    plan = json.loads((run / "plan.json").read_text())
+    plan["layers"]["blocks.2.mlp.fc1"] = {"weight": 5, "activation": 9}
+    (run / "plan.json").write_text(json.dumps(plan))
+    before = sorted(path.name for path in run.iterdir())
+    found = Outcome("export", run, *VERIFIED, "--profile", "speed")
+    assert found.code == 2
+    pattern = r"lampq: the plan has 5/9 bits for '\S+', and profile speed has at most 8\n"
+    assert re.fullmatch(pattern, found.err)
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_a_run_without_images_keeps_a_size_for_integer_kernels(
+    finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    words = ("--zero-shot", "--synthetic", finished / "synthetic", "--images", 6)
+    budget = ("--target-size", "240kB", "--profile", "speed")
+    found = Outcome("quantize", "--out", out, "--quiet", *words, *budget, *QUICK)
+    assert (found.code, found.err) == (0, "")
+    assert (out / "model.safetensors").stat().st_size <= 240_000
+    assert sites_of(out) == (0, 0, 0)
+    plan = json.loads((out / "plan.json").read_text())["layers"].values()
+    assert {bits["weight"] for bits in plan} <= {3, 4, 5}
+    assert max(bits["activation"] for bits in plan) <= 8

@@ -20,6 +20,8 @@ import lampq.cli
 import lampq.export
 import lampq.verify
 from lampq.cli import app
+from lampq.cli.deploy import _settings
+from lampq.config import make_config
 from lampq.data import Samples
 from lampq.errors import ConfigError, ExportError
 from lampq.models import bundled_samples
@@ -318,3 +320,35 @@ def test_a_plain_uniform_run_is_exported_from_python(vit: Case, tmp_path: Path) 
 def test_torch_is_no_runtime_to_verify_in(vit: Case, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is verified in onnxruntime or openvino"):
         lampq.export_onnx("x", tmp_path / "y", vit.samples, runtimes=("torch",))
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_choices_that_are_too_wide_for_speed_do_not_keep_a_plan_from_it(joint: bool) -> None:
+    run = make_config({"bits": 8, "act_bits": 7, "joint": joint}).to_json()
+    assert max(run["choices"]) == 10
+    again = _settings(run, "speed")
+    assert again.choices == (6, 7, 8)
+    assert again.act_choices == (None if joint else (6, 7, 8))
+    assert _settings(again.to_json(), "accuracy").choices == (6, 7, 8)
+    with pytest.raises(ConfigError, match=r"edge_bits must be in 1\.\.8 with profile speed"):
+        _settings({**run, "edge_bits": 9}, "speed")
+
+
+@pytest.mark.parametrize("sites", ["published", "inputs"])
+def test_a_run_of_psaq_is_exported_from_python(vit: Case, tmp_path: Path, sites: str) -> None:
+    result = lampq.quantize(
+        vit.original,
+        vit.samples,
+        **{"method": "psaq", "sites": sites, "metric": "recon", "exchanges": 0},
+        **{"choices": [8, 9], "bits": 8.5, "act_bits": 8, "edge_bits": 10},
+    )
+    path = tmp_path / "model.safetensors"
+    result.save(path)
+    done = lampq.export_onnx(
+        path, tmp_path / "model.onnx", Samples(vit.samples.images), model=vit.original
+    )
+    wide = [name for name, bits in result.plan.items() if max(bits.weight, bits.activation) > 8]
+    assert wide
+    for one in done.verified:
+        assert set(one.floating) == {*wide, "patch_embed.proj", "head"}
+        assert len(one.integer) == 8 - len(wide)
