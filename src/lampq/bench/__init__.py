@@ -223,8 +223,8 @@ def remarks(found: dict[str, Any]) -> list[str]:
     below = size["layers_below_8_bits"]
     if below:
         said.append(
-            f"{below} of {size['layers']} layers have fewer than 8 bits. The runtimes compute them "
-            "as 8-bit integers: their widths make the file smaller, not faster. With 8 bits for "
+            f"{below} of {size['layers']} layers have fewer than 8 bits. The runtimes have no "
+            "narrower integers: their widths make the file smaller, not faster. With 8 bits for "
             f"all layers it would have {size['bytes_at_8_bits'] / 1e6:.3g} MB."
         )
     above = size["layers_above_8_bits"]

@@ -212,7 +212,7 @@ def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     for one in report["limits"]:
         lines += [f"Counted for the budget: {one['taken']:,} of {one['most']:,} {one['name']}.", ""]
     if report["config"]["profile"] == "speed":
-        lines += ["Quantized for speed: for integer kernels, attention products in float.", ""]
+        lines += ["Quantized for speed: weights and inputs of layers, all else in float.", ""]
     means = f"Mean width of the weights {plan.mean_weight_bits:.4g}"
     means += f", of the layers' inputs {plan.mean_activation_bits:.4g}"
     limit = report["bits"]["target_activation"]
