@@ -220,7 +220,7 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _token_gradients(module: nn.Module, gradient: Tensor) -> Tensor:
+def token_gradients(module: nn.Module, gradient: Tensor) -> Tensor:
     """Gradients at the output of a linear layer or patch embedding, as (tokens, outputs)."""
     if isinstance(module, nn.Conv2d):
         return gradient.flatten(2).transpose(1, 2).flatten(0, 1)
@@ -250,7 +250,7 @@ def _output_gradients(
         return operands[0].new_zeros(len(operands[0]), len(module.weight))
     if module is None:
         return gradient
-    rows = _token_gradients(module, gradient)
+    rows = token_gradients(module, gradient)
     return rows if weights is None else rows / (weights / weights.mean()).sqrt()[:, None]
 
 
@@ -261,7 +261,7 @@ def token_weights(module: nn.Module, gradient: Tensor, images: int) -> Tensor:
     gradient: where the class token alone decides, as in the last blocks of a ViT, it gets most of
     that although it is one of hundreds.
     """
-    power = _token_gradients(module, gradient).square().sum(dim=-1).reshape(images, -1)
+    power = token_gradients(module, gradient).square().sum(dim=-1).reshape(images, -1)
     share = power / power.sum(dim=1, keepdim=True).clamp_min(1e-30)
     return (share + 1 / share.shape[1]).flatten()
 

@@ -37,7 +37,7 @@ def compare_command(
     ] = "uniform,lampq",
     bits: Annotated[str | None, typer.Option(help="mean weight bits: 4,3")] = None,
     reconstruct: Annotated[
-        str | None, typer.Option(help="training after the plan: none,distill")
+        str | None, typer.Option(help="done after the plan: none,align,distill")
     ] = None,
     seeds: Annotated[str | None, typer.Option("--seeds", "--seed", help="seeds: 0,1,2")] = None,
     preset: Annotated[str | None, typer.Option(help="best or paper")] = None,

@@ -234,7 +234,7 @@ def quantize_command(
         str | None,
         typer.Option(
             metavar="[NAME]",
-            help="train after the plan: distill (if no name is given), qdrop, pdquant or adalog",
+            help="after the plan: distill (if no name is given), align, qdrop, pdquant or adalog",
             rich_help_panel=RECONSTRUCTION,
         ),
     ] = None,

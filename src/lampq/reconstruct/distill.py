@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lampq.calibrate import recording_outputs
+from lampq.reconstruct.align import Align
 from lampq.reconstruct.base import Finish, Rates, follow_cosine
 from lampq.reconstruct.blocks import softened
 from lampq.reconstruct.trainable import fitted, trainable
@@ -33,8 +34,9 @@ class Distill:
     ``smallest``: the least share of a picture that a crop keeps; 1 shows whole pictures only.
     ``mirror``: whether half of the pictures are shown mirrored. ``mixed``: the share of pictures
     that are blended with another one, or have a part of it in them. ``features``: weight of the
-    relative squared error of the block outputs beside the divergence of the answers. ``keep``:
-    after how many steps the state is stored for resuming.
+    relative squared error of the block outputs beside the divergence of the answers. ``start``:
+    what is done before, None to train the fits as they are. ``keep``: after how many steps the
+    state is stored for resuming.
     """
 
     rates: Rates = field(default_factory=lambda: Rates(weights=1e-3, scales=3e-3, affine=1e-3))
@@ -44,11 +46,13 @@ class Distill:
     mirror: bool = True
     mixed: float = 0.5
     features: float = 1.0
+    start: Align | None = field(default_factory=Align)
     keep: int = 100
 
     def __call__(self, job: Finish) -> nn.Module:
         """The model after training."""
-        return fitted(self.trained(job, trainable(job.model, job.layers, job.sites)))
+        begun = job if self.start is None else self.start.aligned(job)
+        return fitted(self.trained(job, trainable(job.model, begun.layers, job.sites)))
 
     def trained(self, job: Finish, model: nn.Module) -> nn.Module:
         """The trainable model after training."""

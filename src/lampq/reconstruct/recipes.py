@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from lampq.reconstruct.align import Align
 from lampq.reconstruct.base import Rates
 from lampq.reconstruct.blocks import BlockRecipe
 from lampq.reconstruct.distill import Distill
@@ -53,6 +54,11 @@ qdrop = _published(Rates(1e-3, 4e-5, 0.0))
 pdquant = _published(Rates(3e-3, 4e-5, 0.0), prediction=10.0)
 # the second stage of AdaLog: blocks on float inputs, nothing left out
 adalog = _published(Rates(1e-3, 4e-5, 0.0), inputs="float", drop=0.0)
+
+
+def align() -> Align:
+    """Ours without training: layer after layer by least squares."""
+    return Align()
 
 
 def distill(

@@ -1,0 +1,294 @@
+"""Layers solved anew, one after another, in the model that is quantized up to them.
+
+A fit looks at its layer alone. Here every layer sees what the quantized layers before it give. One
+that reads the stream of the residual sums is rounded again for these inputs. One that writes to it
+is solved for what would bring the stream back to that of the float model, so that errors do not add
+up from block to block. Both are least squares on all tokens of all images with a ridge towards the
+float weight, followed by GPTQ (Frantar et al., ICLR 2023); nothing is trained. That the target is
+the output of the float model on its own inputs is the idea of GPTAQ (Li et al., ICML 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lampq.calibrate import backward, recording_gradients, token_gradients
+from lampq.methods.compensate import damp, gptq_codes, ridge
+from lampq.methods.search import SearchDepth, on_grid, progressive_search, uniform_grid
+from lampq.quant.modules import LayerFit, applied, assemble, quantized_layer, replace_module
+from lampq.quant.uniform import UniformQuantizer
+from lampq.reconstruct.base import Finish
+from lampq.reconstruct.feed import Call, Feed
+from lampq.types import LayerRole, LayerSpec
+
+# images whose gradients tell how much each position counts
+FISHER_IMAGES = 64
+# where the mean token is so many times as large as the middle one, few of them make the output
+UNEVEN = 10.0
+# how far a token of the stream is brought back at once, in middle errors
+FARTHEST = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Align:
+    """Least squares for one layer after another.
+
+    ``ridge``: how strongly a weight is held at its float value, in mean squares of its inputs.
+    ``focus``: the share of a token's weight that follows the Fisher information at its position;
+    the rest is even. ``correction``: the share of the stream's error that a layer makes up for.
+    """
+
+    ridge: float = 1.0
+    focus: float = 0.3
+    correction: float = 1.0
+    batch: int = 16
+
+    def __call__(self, job: Finish) -> nn.Module:
+        """The quantized model."""
+        return assemble(job.model, self.aligned(job).layers, job.sites)
+
+    @torch.no_grad()
+    def aligned(self, job: Finish) -> Finish:
+        """The job with all layers inside blocks solved anew."""
+        model = assemble(job.model, job.layers, job.sites)
+        fits = {fit.spec.name: fit for fit in job.layers}
+        inside = [fit.spec for fit in job.layers if fit.spec.block >= 0]
+        counts = self._counts(job, inside)
+        feed = Feed(job.model, model, job.graph.blocks, job.samples)
+        for spec in job.progress.track(inside, "aligning layers", len(inside)):
+            while feed.number < spec.block:
+                feed.advance()
+            fit = self._stored(job, fits[spec.name])
+            if fit is None:
+                fit = self._solved(job, feed, fits[spec.name], counts[spec.name])
+                job.store.save(_key(spec), _tensors(fit))
+            fits[spec.name] = fit
+            original = job.model.get_submodule(spec.name)
+            replace_module(model, spec.name, quantized_layer(fit, original))
+        return replace(job, layers=tuple(fits.values()))
+
+    def _counts(self, job: Finish, layers: list[LayerSpec]) -> Mapping[str, Tensor]:
+        """How much each position of a layer's output counts, one on average."""
+        names = [spec.name for spec in layers]
+        generator = torch.Generator().manual_seed(job.seed)
+        total: dict[str, Tensor] = {}
+        few = job.samples.subset(FISHER_IMAGES, job.seed)
+        for images, _ in few.batches(self.batch):
+            with recording_gradients(job.model, names) as slopes:
+                backward(job.model, images, generator)
+            for name in names:
+                rows = token_gradients(job.model.get_submodule(name), slopes[name])
+                power = rows.square().sum(dim=1).reshape(len(images), -1).sum(dim=0)
+                total[name] = total[name] + power if name in total else power
+        even = 1 - self.focus
+        return {n: self.focus * p / p.mean().clamp_min(1e-30) + even for n, p in total.items()}
+
+    def _stored(self, job: Finish, fit: LayerFit) -> LayerFit | None:
+        stored = job.store.load(_key(fit.spec))
+        return None if stored is None else _rebuilt(fit, stored)
+
+    def _solved(self, job: Finish, feed: Feed, fit: LayerFit, counts: Tensor) -> LayerFit:
+        """The fit solved anew, or as it was where that would not do."""
+        if not isinstance(fit.weight_quantizer, UniformQuantizer):
+            return fit
+        problem = _Problem(fit, job.model.get_submodule(fit.spec.name), counts)
+        site = _Site.of(job, feed, fit.spec)
+        for start in range(0, len(feed.inputs), self.batch):
+            part = slice(start, start + self.batch)
+            found = site.passage(feed.block, feed.inputs[part], feed.call)
+            if site.writes:
+                block = job.model.get_submodule(feed.blocks[feed.number])
+                wanted = site.passage(block, feed.float_inputs[part], feed.call)
+                missing = self.correction * wanted.brought_back(found)
+                problem.add(found.inputs, wanted.output, wanted.output + missing)
+            else:
+                own = problem.exact(found.inputs)
+                problem.add(found.inputs, own, own)
+            if problem.uneven:
+                return fit
+        return problem.solved(self.ridge)
+
+
+class _ReachedError(Exception):
+    """Ends the pass through a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """What a layer is given and gives in one pass through its block.
+
+    ``stream`` is the residual stream behind the layer with its output taken out, and ``place``
+    stands for this output in it; both are None for layers that do not write to the stream.
+    """
+
+    inputs: Tensor
+    output: Tensor
+    place: Tensor | None = None
+    stream: Tensor | None = None
+
+    def brought_back(self, other: _Passage) -> Tensor:
+        """What the layer would have to add to bring the other stream to this one."""
+        if self.stream is None or other.stream is None or self.place is None:
+            return torch.zeros_like(self.output)
+        error = self.stream.detach() - other.stream.detach()
+        size = error.norm(dim=-1, keepdim=True)
+        # few tokens are huge: to bring these back would cost all others
+        shorter = (FARTHEST * size.median() / size.clamp_min(1e-30)).clamp(max=1.0)
+        # windows and shifts reorder tokens between layer and stream, the gradient goes the way back
+        (found,) = torch.autograd.grad(self.stream, self.place, error * shorter)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A layer inside a block; ``norm`` is behind the stream that the layer writes to, if any is."""
+
+    name: str
+    writes: bool
+    norm: str | None
+
+    @classmethod
+    def of(cls, job: Finish, feed: Feed, spec: LayerSpec) -> _Site:
+        prefix = f"{feed.blocks[feed.number]}."
+        norm = None
+        writes = spec.role is LayerRole.FC2
+        if spec.role is LayerRole.PROJ:
+            beside = [x for x in job.graph.layers if x.block == spec.block]
+            norm = next((x.norm for x in beside if x.role is LayerRole.FC1), None)
+            writes = norm is not None
+        return cls(
+            spec.name.removeprefix(prefix), writes, norm.removeprefix(prefix) if norm else None
+        )
+
+    def passage(self, block: nn.Module, inputs: Tensor, call: Call) -> _Passage:
+        """One pass through the block, no farther than needed."""
+        seen: dict[str, Tensor] = {}
+
+        def before(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            seen["inputs"] = arguments[0]
+
+        def behind(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            seen["output"] = output
+            if not self.writes:
+                raise _ReachedError
+            torch.set_grad_enabled(True)
+            seen["place"] = torch.zeros_like(output).requires_grad_()
+            return seen["place"]
+
+        def at_norm(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            seen["stream"] = arguments[0]
+            raise _ReachedError
+
+        layer = block.get_submodule(self.name)
+        handles = [
+            layer.register_forward_pre_hook(before),
+            layer.register_forward_hook(behind),
+        ]
+        if self.norm is not None:
+            handles.append(block.get_submodule(self.norm).register_forward_pre_hook(at_norm))
+        try:
+            with torch.no_grad():
+                seen["stream"] = block(inputs, *call.rest, **call.named)
+        except _ReachedError:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return _Passage(**seen)
+
+
+class _Problem:
+    """Least squares for one layer: sums over tokens, and what solves them."""
+
+    def __init__(self, fit: LayerFit, layer: nn.Module, counts: Tensor) -> None:
+        assert isinstance(layer, nn.Linear), "blocks have linear layers only"
+        self.fit, self.counts = fit, counts
+        bias = layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
+        self.weight, self.bias = layer.weight.detach(), bias.detach()
+        if fit.fold is not None:
+            self.weight, self.bias = fit.fold.of_linear(self.weight, self.bias)
+        outputs, inputs = self.weight.shape
+        self.gram, self.cross = _zeros(inputs, inputs), _zeros(inputs, outputs)
+        self.inputs, self.targets, self.total = _zeros(inputs), _zeros(outputs), 0.0
+        self.middle = self.relative = self.plain = 1.0
+        self.uneven = False
+
+    def exact(self, inputs: Tensor) -> Tensor:
+        """What the float layer gives on these inputs."""
+        return inputs @ self.weight.T + self.bias
+
+    def add(self, inputs: Tensor, output: Tensor, target: Tensor) -> None:
+        """Count tokens; ``output``, of the float layer, tells how large each is."""
+        x, t = inputs.flatten(0, -2), target.flatten(0, -2)
+        size = output.flatten(0, -2).square().sum(dim=1)
+        if not self.total:
+            self._measure(size)
+        # half of the weight is that of errors as they are, half that of errors in parts of a token
+        share = 1 / (size + self.middle) / self.relative + 1 / self.plain
+        share = share * self.counts.repeat(len(x) // len(self.counts))
+        quantized = applied(self.fit.input_quantizer, x)
+        weighed = quantized * share[:, None]
+        self.gram += (weighed.T @ quantized).double()
+        self.cross += (weighed.T @ t).double()
+        self.inputs += weighed.sum(dim=0).double()
+        self.targets += (share @ t).double()
+        self.total += float(share.sum())
+
+    def _measure(self, size: Tensor) -> None:
+        self.middle = float(size.median().clamp_min(1e-30))
+        self.relative = float((size / (size + self.middle)).mean())
+        self.plain = float(size.mean().clamp_min(1e-30))
+        self.uneven = self.plain > UNEVEN * self.middle
+
+    def solved(self, hold: float) -> LayerFit:
+        """The fit of least error whose weight is held at the float one."""
+        mean, wanted = self.inputs / self.total, self.targets / self.total
+        gram = self.gram - self.total * torch.outer(mean, mean)
+        cross = self.cross - self.total * torch.outer(mean, wanted)
+        damped = damp(gram, hold)
+        weight = self.weight.double()
+        weight = weight + ridge(damped, cross - gram @ weight.T).T
+        grid = _nearest_grid(weight.float(), gram.diagonal().float(), self.fit.bits.weight)
+        codes = gptq_codes(weight, damped, grid, act_order=True)
+        bias = wanted - grid.decode(codes).double() @ mean
+        return replace(self.fit, codes=codes, bias=bias.float(), weight_quantizer=grid)
+
+
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.float64)
+
+
+def _nearest_grid(weight: Tensor, power: Tensor, bits: int) -> UniformQuantizer:
+    """One grid per row, of least squared error of the weight with inputs of this power."""
+
+    def error(scale: Tensor, zero: Tensor) -> Tensor:
+        decoded = on_grid(weight, scale[..., None], zero[..., None], bits)
+        return decoded.sub_(weight).square_() @ power
+
+    depth = SearchDepth()
+    zeros = max(1, 2 ** (bits - 1))
+    grid = uniform_grid(weight, bits, candidates=depth.candidates, max_zeros=zeros, affine=True)
+    scale, zero = progressive_search(grid, error, depth, elements=weight.numel())
+    return UniformQuantizer(bits, scale[:, None], zero[:, None])
+
+
+def _key(spec: LayerSpec) -> str:
+    return f"aligned {spec.name}"
+
+
+def _tensors(fit: LayerFit) -> Mapping[str, Tensor]:
+    """What alignment changes in a fit."""
+    grid = fit.weight_quantizer
+    scales = {"scale": grid.scale, "zero": grid.zero} if isinstance(grid, UniformQuantizer) else {}
+    return {"codes": fit.codes, "bias": fit.bias, **scales}
+
+
+def _rebuilt(fit: LayerFit, stored: Mapping[str, Tensor]) -> LayerFit:
+    grid = fit.weight_quantizer
+    if "scale" in stored:
+        grid = UniformQuantizer(fit.bits.weight, stored["scale"], stored["zero"])
+    return replace(fit, codes=stored["codes"], bias=stored["bias"], weight_quantizer=grid)
