@@ -143,11 +143,12 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
                     f"{preset} {bits} seed {seed}",
                     partial(mixed, bench, preset, bits, seed),
                 )
-    for bits in (3, 4):
-        yield (
-            f"best distilled {bits} seed 0",
-            partial(mixed, bench, "best", bits, 0, "distill"),
-        )
+    for name in ("align", "distill"):
+        for bits in (3, 4):
+            yield (
+                f"best with {name} {bits} seed 0",
+                partial(mixed, bench, "best", bits, 0, name),
+            )
     yield from randoms(bench, 3, 10)
     for seed in (1, 2):
         for bits in (4, 3):

@@ -58,7 +58,8 @@ class FitFolder:
                 tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         except (SafetensorError, KeyError, ValueError, OSError):
             return None
-        quantizers = {name: _loaded_quantizer(name, about[name], tensors) for name in about}
+        there = {name: description for name, description in about.items() if description}
+        quantizers = {name: _loaded_quantizer(name, there[name], tensors) for name in there}
         fold = NormFold(tensors["ratio"], tensors["shift"]) if "ratio" in tensors else None
         return LayerFit(
             spec=spec,
