@@ -40,6 +40,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "nearest with 32 images": {**NEAREST, "fit_images": 32},
     "best with 128 images": {"fit_images": 128},
     "best": {},
+    "best, aligned": {"reconstruct": "align"},
+    "best, aligned with ridge 0.1": {"reconstruct": "align", "ridge": 0.1},
+    "best, aligned with ridge 4": {"reconstruct": "align", "ridge": 4},
 }
 
 METRICS: dict[str, dict[str, Any]] = {

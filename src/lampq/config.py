@@ -80,13 +80,14 @@ class RunConfig:
     # reconstruction
     reconstruct: str | None = None
     reconstruct_images: int = 1024
+    ridge: float = 1.0
     iterations: int | None = None
     lr_weights: float | None = None
     lr_scales: float | None = None
     lr_affine: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bits", "gamma", "mu", "lr_weights", "lr_scales", "lr_affine"):
+        for name in ("bits", "gamma", "mu", "ridge", "lr_weights", "lr_scales", "lr_affine"):
             if type(getattr(self, name)) is int:
                 object.__setattr__(self, name, float(getattr(self, name)))
         hints = typing.get_type_hints(type(self))
@@ -118,6 +119,8 @@ class RunConfig:
         for name in ("exchanges", "patience", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not 0 < self.ridge < math.inf:
+            raise ConfigError(f"ridge must be positive, got {self.ridge:g}")
         if not 1 < self.gamma < math.inf:
             raise ConfigError(f"gamma must be above 1, got {self.gamma:g}")
         if self.seed >= 2**63:

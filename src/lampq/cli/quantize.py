@@ -244,6 +244,13 @@ def quantize_command(
     iterations: Annotated[
         int | None, typer.Option(help="training steps", rich_help_panel=RECONSTRUCTION)
     ] = None,
+    ridge: Annotated[
+        float | None,
+        typer.Option(
+            help="how strongly align holds weights at their float values [1]",
+            rich_help_panel=RECONSTRUCTION,
+        ),
+    ] = None,
     lr_weights: Annotated[
         float | None, typer.Option(help="rate of the codes", rich_help_panel=RECONSTRUCTION)
     ] = None,

@@ -56,9 +56,9 @@ pdquant = _published(Rates(3e-3, 4e-5, 0.0), prediction=10.0)
 adalog = _published(Rates(1e-3, 4e-5, 0.0), inputs="float", drop=0.0)
 
 
-def align() -> Align:
+def align(ridge: float | None = None) -> Align:
     """Ours without training: layer after layer by least squares."""
-    return Align()
+    return Align() if ridge is None else Align(ridge)
 
 
 def distill(
@@ -66,10 +66,12 @@ def distill(
     lr_weights: float | None = None,
     lr_scales: float | None = None,
     lr_affine: float | None = None,
+    ridge: float | None = None,
 ) -> Distill:
-    """Ours: the whole model at once."""
+    """Ours: alignment, then the whole model at once."""
     own = Distill()
     return Distill(
+        start=align(ridge),
         rates=Rates(
             own.rates.weights if lr_weights is None else lr_weights,
             own.rates.scales if lr_scales is None else lr_scales,
