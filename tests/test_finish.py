@@ -97,7 +97,9 @@ def test_a_worse_model_is_not_returned(
 
 
 def test_an_unknown_name_is_refused_before_any_work(vit: Case, samples: Samples) -> None:
-    with pytest.raises(ConfigError, match="unknown reconstruction 'x'; known: adalog, distill"):
+    with pytest.raises(
+        ConfigError, match="unknown reconstruction 'x'; known: adalog, align, distill"
+    ):
         quantize(vit.original, samples, reconstruct="x", **OPTIONS)
 
 
