@@ -50,9 +50,10 @@ def test_no_other_candidate_has_less_error_at_the_block_output(vit: Case, name: 
     method = APQ(eliminated=0.3)
     fit = method.fit(view, BITS, stats)
     found = _block_error(stats.block, fit, 0.3)
+    tried = input_candidates(view.spec.role, stats.inputs, 3, method.candidates, method.profile)
     others = [
         _block_error(stats.block, replace(fit, input_quantizer=candidate), 0.3)
-        for candidate in input_candidates(view.spec.role, stats.inputs, 3, method.candidates)
+        for candidate in tried
     ]
     assert found == pytest.approx(min(others), rel=1e-4)
 
