@@ -136,25 +136,25 @@ def recording_gradients(model: nn.Module, names: list[str]) -> Iterator[dict[str
         yield seen
 
 
-class _ReachedError(Exception):
+class ReachedError(Exception):
     """Ends a forward pass at the wanted module."""
 
 
 @torch.no_grad()
 def arguments_of(
-    model: nn.Module, name: str, images: Tensor
+    model: nn.Module, name: str, inputs: Tensor, *rest: Any, **named: Any
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """What the model gives to one of its modules, without running the rest of it."""
     found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
-    def stop(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found.append((arguments, named))
-        raise _ReachedError
+    def stop(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        found.append((arguments, keywords))
+        raise ReachedError
 
     handle = model.get_submodule(name).register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        model(images)
-    except _ReachedError:
+        model(inputs, *rest, **named)
+    except ReachedError:
         pass
     finally:
         handle.remove()

@@ -22,11 +22,11 @@ from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples
 from lampq.errors import ConfigError, LampqError
 from lampq.evaluate import interval95
+from lampq.limits import budget_of
 from lampq.methods import METHODS, FitCache
 from lampq.models import LoadedModel
 from lampq.pipeline import (
     behind_quantized,
-    budget_of,
     options_of,
     packed,
     prepare,

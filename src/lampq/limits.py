@@ -1,24 +1,38 @@
-"""Budgets that deployers have: bytes of the file and bit operations, counted layer by layer."""
+"""The budget of a run: a mean width, or what deployers have: bytes of the file, bit operations."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from lampq.allocate import check_feasible
 from lampq.artifact.checkpoint import KEY
 from lampq.artifact.pack import packed_size
 from lampq.calibrate import recording, tokens_of
+from lampq.config import RunConfig
 from lampq.data import Samples
-from lampq.errors import BudgetError
+from lampq.errors import BudgetError, ConfigError
 from lampq.graph.attention import MatMul
 from lampq.methods import FitCache
 from lampq.quant.base import Quantizer
-from lampq.types import MAX_BITS, BitPlan, LayerBits, LayerRole, LayerSpec, Limit, MatmulSpec
+from lampq.types import (
+    INTEGER_BITS,
+    MAX_BITS,
+    BitPlan,
+    Budget,
+    LayerBits,
+    LayerRole,
+    LayerSpec,
+    Limit,
+    MatmulSpec,
+    ModelGraph,
+)
 
 # the preprocessing that a checkpoint may carry, as JSON, and the padding of its header
 HEADER_ROOM = 256
@@ -187,3 +201,55 @@ def _both_widths(fits: FitCache, site: MatmulSpec, output: Quantizer | None) -> 
         for own, other in zip((fit.left, fit.right), before, strict=True)
     ]
     return math.prod(FLOAT_BITS if grid is None else grid.bits for grid in grids)
+
+
+def budget_of(config: RunConfig, mean_bits: float | None = None) -> Budget:
+    """The budget of a configuration, or that with another mean weight width."""
+    return Budget(config.bits if mean_bits is None else mean_bits, config.mean_activation_bits)
+
+
+def run_budget(
+    config: RunConfig,
+    fits: FitCache,
+    write: Callable[[BitPlan], bytes],
+    samples: Samples,
+    given: BitPlan | None,
+) -> Budget:
+    """The budget of a run: a mean width, or the limits that deployers have instead of it.
+
+    ``write`` gives the file of a plan.
+    """
+    limits: list[Limit] = []
+    layers = fits.graph.allocatable
+    # a given plan may have widths that are not among the choices
+    choices = tuple(sorted({*config.widths, *(given.widths if given else ())}))
+    if config.target_size is not None:
+        limits.append(size_limit(fits, write, choices, config.target_size))
+    if config.target_bops is not None:
+        limits.append(bops_limit(fits, samples, choices, config.target_bops))
+    if not limits:
+        return budget_of(config)
+    budget = replace(budget_of(config, MAX_BITS), limits=tuple(limits))
+    check_feasible(layers, config.widths, budget)
+    # what the bytes leave for codes is no limit of its own: it is there to be read
+    means = [mean_within(one, fits, choices) for one in limits if one.name == "bytes"]
+    return replace(budget, mean_bits=means[0]) if means and means[0] > 0 else budget
+
+
+def widest_uniform(graph: ModelGraph, config: RunConfig, budget: Budget) -> BitPlan:
+    """The widest choice that fits the budget, for all layers."""
+    plans = [BitPlan.uniform(graph.allocatable, bits) for bits in config.widths]
+    within = [plan for plan in plans if budget.allows(plan)]
+    if not within:
+        raise BudgetError("no single choice for all layers is within every limit of the budget")
+    return within[-1]
+
+
+def check_widths(plan: BitPlan, config: RunConfig) -> None:
+    """Raise if integer kernels are wanted for a layer that they are too narrow for."""
+    for name, bits in plan.items():
+        if config.profile == "speed" and max(bits.weight, bits.activation) > INTEGER_BITS:
+            raise ConfigError(
+                f"the plan has {bits} bits for {name!r}, and profile speed has at most "
+                f"{INTEGER_BITS}"
+            )

@@ -17,14 +17,14 @@ from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
 from lampq.calibrate import Stats, collect
 from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples, gather
-from lampq.errors import BudgetError, ConfigError
+from lampq.errors import ConfigError
 from lampq.evaluate import Quality, predict
 from lampq.finish import Reconstruction, reconstructed
 from lampq.graph.attention import explicit
 from lampq.graph.discover import discover, missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
 from lampq.graph.rotate import rotate_attention_
-from lampq.limits import bops_limit, check_room, mean_within, size_limit
+from lampq.limits import budget_of, check_room, check_widths, run_budget, widest_uniform
 from lampq.methods import METHODS, FitCache, Method, SiteWidths
 from lampq.methods.base import sums_of
 from lampq.methods.sequential import collect_in_order
@@ -32,17 +32,7 @@ from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
 from lampq.reconstruct import FINISHERS, Finisher
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
-from lampq.types import (
-    INTEGER_BITS,
-    MAX_BITS,
-    Allocation,
-    BitPlan,
-    Budget,
-    LayerBits,
-    Limit,
-    ModelGraph,
-    Step,
-)
+from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
 # fields of plug-ins that the configuration calls by the paper's letter or by stage
 OPTION_OF_FIELD = {
@@ -121,11 +111,6 @@ def build(factory: Callable[..., T], config: RunConfig) -> T:
     return factory(**options_of(factory, config))
 
 
-def budget_of(config: RunConfig, mean_bits: float | None = None) -> Budget:
-    """The budget of a configuration, or that with another mean weight width."""
-    return Budget(config.bits if mean_bits is None else mean_bits, config.mean_activation_bits)
-
-
 def site_widths(config: RunConfig) -> SiteWidths:
     """Widths of the sites that are not searched."""
     target = config.target
@@ -174,7 +159,7 @@ def prepare(
     if config.target_size is not None:
         check_room(graph.allocatable, config.widths, config.target_size)
     if plan is not None:
-        _check_widths(given_plan(graph, plan), config)
+        check_widths(given_plan(graph, plan), config)
     finisher = None
     if config.reconstruct is not None:
         finisher = build(FINISHERS.get(config.reconstruct), config)
@@ -231,10 +216,14 @@ def _quantize(
     samples = samples.subset(config.images, config.seed)
     fits = run.fits(lambda: _fits(job, samples, config, run)).at(site_widths(config), run.progress)
     opened, graph = fits.model, fits.graph
-    budget = _budget(
-        config, fits, source, samples, None if given is None else given_plan(graph, given)
+
+    def write(plan: BitPlan) -> bytes:
+        return packed(fits.assembled(plan), source, plan, config)
+
+    budget = run_budget(
+        config, fits, write, samples, None if given is None else given_plan(graph, given)
     )
-    uniform = _widest_uniform(graph, config, budget)
+    uniform = widest_uniform(graph, config, budget)
     scored = samples.subset(config.score_images, config.seed + 1)
     with run.progress.stage("refine"):
         scorer = PlanScorer(fits, scored, predict(opened, scored), run)
@@ -355,54 +344,6 @@ def _warn_of_gaps(graph: ModelGraph, config: RunConfig) -> None:
     if missing:
         names = ", ".join(role.value for role in missing)
         warnings.warn(f"no layer plays the role {names}", stacklevel=2)
-
-
-def _widest_uniform(graph: ModelGraph, config: RunConfig, budget: Budget) -> BitPlan:
-    """The widest choice that fits the budget, for all layers."""
-    plans = [BitPlan.uniform(graph.allocatable, bits) for bits in config.widths]
-    within = [plan for plan in plans if budget.allows(plan)]
-    if not within:
-        raise BudgetError("no single choice for all layers is within every limit of the budget")
-    return within[-1]
-
-
-def _budget(
-    config: RunConfig,
-    fits: FitCache,
-    source: ModelSource,
-    samples: Samples,
-    given: BitPlan | None,
-) -> Budget:
-    """The budget of a run: a mean width, or the limits that deployers have instead of it."""
-    limits: list[Limit] = []
-    layers = fits.graph.allocatable
-    # a given plan may have widths that are not among the choices
-    choices = tuple(sorted({*config.widths, *(given.widths if given else ())}))
-    if config.target_size is not None:
-
-        def write(plan: BitPlan) -> bytes:
-            return packed(fits.assembled(plan), source, plan, config)
-
-        limits.append(size_limit(fits, write, choices, config.target_size))
-    if config.target_bops is not None:
-        limits.append(bops_limit(fits, samples, choices, config.target_bops))
-    if not limits:
-        return budget_of(config)
-    budget = replace(budget_of(config, MAX_BITS), limits=tuple(limits))
-    check_feasible(layers, config.widths, budget)
-    # what the bytes leave for codes is no limit of its own: it is there to be read
-    means = [mean_within(one, fits, choices) for one in limits if one.name == "bytes"]
-    return replace(budget, mean_bits=means[0]) if means and means[0] > 0 else budget
-
-
-def _check_widths(plan: BitPlan, config: RunConfig) -> None:
-    """Raise if integer kernels are wanted for a layer that they are too narrow for."""
-    for name, bits in plan.items():
-        if config.profile == "speed" and max(bits.weight, bits.activation) > INTEGER_BITS:
-            raise ConfigError(
-                f"the plan has {bits} bits for {name!r}, and profile speed has at most "
-                f"{INTEGER_BITS}"
-            )
 
 
 def given_plan(graph: ModelGraph, given: Mapping[str, LayerBits]) -> BitPlan:

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import Case
-from reconstruct.test_finishers import Memory, gap, job_of
+from reconstruct.test_finishers import Memory, Stop, gap, job_of
 from torch import Tensor, nn
 
 from lampq.quant.modules import assemble
 from lampq.reconstruct import Align, Distill, Finish, Rates
 from lampq.reconstruct import align as aligning
-from lampq.reconstruct.align import _Problem, _Site
+from lampq.reconstruct.align import _Problem, _Writer
 from lampq.reconstruct.feed import Feed
 from lampq.types import LayerRole
 
@@ -20,17 +20,18 @@ def feed_of(job: Finish) -> Feed:
     return Feed(job.model, job.model, job.graph.blocks, job.samples)
 
 
-def writers(job: Finish, block: int) -> list[tuple[str, _Site]]:
+def writers(job: Finish, block: int) -> list[tuple[str, _Writer]]:
     feed = feed_of(job)
     while feed.number < block:
         feed.advance()
     roles = (LayerRole.PROJ, LayerRole.FC2)
     found = [x for x in job.graph.layers if x.block == block and x.role in roles]
-    return [(x.name, _Site.of(job, feed, x)) for x in found]
+    sites = [(x.name, _Writer.of(job, feed, x)) for x in found]
+    return [(name, site) for name, site in sites if site is not None]
 
 
 @torch.no_grad()
-def stream(feed: Feed, site: _Site, inputs: Tensor) -> Tensor:
+def stream(feed: Feed, site: _Writer, inputs: Tensor) -> Tensor:
     """The residual stream behind a layer, its output in it."""
     seen: list[Tensor] = []
     if site.norm is not None:
@@ -56,7 +57,9 @@ def test_what_is_brought_back_makes_the_streams_equal(
         feed.advance()
     inputs = feed.float_inputs[:3]
     moved = inputs + torch.randn_like(inputs)
-    for name, site in writers(job, block):
+    both = writers(job, block)
+    assert len(both) == 2
+    for name, site in both:
         wanted = site.passage(feed.block, inputs, feed.call)
         found = site.passage(feed.block, moved, feed.call)
         correction = wanted.brought_back(found)
@@ -165,19 +168,8 @@ def test_an_interrupted_alignment_goes_on_and_ends_the_same(vit: Case) -> None:
     whole = Align()(job).state_dict()
     store = Memory()
 
-    class Stop:
-        left = 5
-
-        def track(self, items: object, label: str, total: int | None = None) -> object:
-            del label, total
-            for item in items:  # type: ignore[attr-defined]
-                if self.left == 0:
-                    raise KeyboardInterrupt
-                self.left -= 1
-                yield item
-
     with pytest.raises(KeyboardInterrupt):
-        Align()(replace(job, store=store, progress=Stop()))  # type: ignore[arg-type]
+        Align()(replace(job, store=store, progress=Stop(5)))  # type: ignore[arg-type]
     assert len(store.kept) == 5
     resumed = Align()(replace(job, store=store)).state_dict()
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)

@@ -42,6 +42,21 @@ class Memory:
         self.kept[key] = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
 
 
+class Stop:
+    """Progress that is interrupted after so many pieces of work."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def track(self, items: object, label: str, total: int | None = None) -> object:
+        del label, total
+        for item in items:  # type: ignore[attr-defined]
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield item
+
+
 def job_of(case: Case, bits: int = 3) -> Finish:
     layers, matmuls = fits_of(case, "minmax", bits)
     images = torch.randn(24, *case.samples.images.shape[1:])
@@ -87,20 +102,9 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(vit: Case, name: str) -> N
     whole = FINISHERS[name](job).state_dict()
     store = Memory()
 
-    class Stop:
-        def __init__(self) -> None:
-            self.left = 80 if name == "fisher" else 45
-
-        def track(self, items: object, label: str, total: int | None = None) -> object:
-            del label, total
-            for item in items:  # type: ignore[attr-defined]
-                if self.left == 0:
-                    raise KeyboardInterrupt
-                self.left -= 1
-                yield item
-
+    stop = Stop(80 if name == "fisher" else 45)
     with pytest.raises(KeyboardInterrupt):
-        FINISHERS[name](replace(job, store=store, progress=Stop()))  # type: ignore[arg-type]
+        FINISHERS[name](replace(job, store=store, progress=stop))  # type: ignore[arg-type]
     assert store.kept
     resumed = FINISHERS[name](replace(job, store=store)).state_dict()
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)

@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lampq.calibrate import backward, recording_gradients, token_gradients
+from lampq.calibrate import (
+    ReachedError,
+    arguments_of,
+    backward,
+    recording_gradients,
+    token_gradients,
+)
 from lampq.methods.compensate import damp, gptq_codes, ridge
 from lampq.methods.search import SearchDepth, on_grid, progressive_search, uniform_grid
 from lampq.quant.modules import LayerFit, applied, assemble, quantized_layer, replace_module
@@ -39,12 +45,11 @@ class Align:
 
     ``ridge``: how strongly a weight is held at its float value, in mean squares of its inputs.
     ``focus``: the share of a token's weight that follows the Fisher information at its position;
-    the rest is even. ``correction``: the share of the stream's error that a layer makes up for.
+    the rest is even.
     """
 
     ridge: float = 1.0
     focus: float = 0.3
-    correction: float = 1.0
     batch: int = 16
 
     def __call__(self, job: Finish) -> nn.Module:
@@ -54,22 +59,30 @@ class Align:
     @torch.no_grad()
     def aligned(self, job: Finish) -> Finish:
         """The job with all layers inside blocks solved anew."""
-        model = assemble(job.model, job.layers, job.sites)
+        inside = [fit for fit in job.layers if fit.spec.block >= 0]
+        done = [_stored(job, fit) for fit in inside]
         fits = {fit.spec.name: fit for fit in job.layers}
-        inside = [fit.spec for fit in job.layers if fit.spec.block >= 0]
-        counts = self._counts(job, inside)
-        feed = Feed(job.model, model, job.graph.blocks, job.samples)
-        for spec in job.progress.track(inside, "aligning layers", len(inside)):
-            while feed.number < spec.block:
-                feed.advance()
-            fit = self._stored(job, fits[spec.name])
-            if fit is None:
-                fit = self._solved(job, feed, fits[spec.name], counts[spec.name])
-                job.store.save(_key(spec), _tensors(fit))
-            fits[spec.name] = fit
-            original = job.model.get_submodule(spec.name)
-            replace_module(model, spec.name, quantized_layer(fit, original))
+        fits |= {fit.spec.name: fit for fit in done if fit is not None}
+        left = done.index(None) if None in done else len(done)
+        if left < len(inside):
+            self._align(job, inside, left, fits)
         return replace(job, layers=tuple(fits.values()))
+
+    def _align(
+        self, job: Finish, inside: list[LayerFit], left: int, fits: dict[str, LayerFit]
+    ) -> None:
+        """Solve the layers from the first that is left on."""
+        started = tuple(fits[fit.spec.name] for fit in job.layers)
+        model = assemble(job.model, started, job.sites)
+        counts = self._counts(job, [fit.spec for fit in inside])
+        feed = Feed(job.model, model, job.graph.blocks, job.samples)
+        for fit in job.progress.track(inside[left:], "aligning layers", len(inside) - left):
+            name = fit.spec.name
+            while feed.number < fit.spec.block:
+                feed.advance()
+            fits[name] = self._solved(job, feed, fit, counts[name])
+            job.store.save(_key(fit.spec), _tensors(fits[name]))
+            replace_module(model, name, quantized_layer(fits[name], job.model.get_submodule(name)))
 
     def _counts(self, job: Finish, layers: list[LayerSpec]) -> Mapping[str, Tensor]:
         """How much each position of a layer's output counts, one on average."""
@@ -87,53 +100,48 @@ class Align:
         even = 1 - self.focus
         return {n: self.focus * p / p.mean().clamp_min(1e-30) + even for n, p in total.items()}
 
-    def _stored(self, job: Finish, fit: LayerFit) -> LayerFit | None:
-        stored = job.store.load(_key(fit.spec))
-        return None if stored is None else _rebuilt(fit, stored)
-
     def _solved(self, job: Finish, feed: Feed, fit: LayerFit, counts: Tensor) -> LayerFit:
         """The fit solved anew, or as it was where that would not do."""
         if not isinstance(fit.weight_quantizer, UniformQuantizer):
             return fit
         problem = _Problem(fit, job.model.get_submodule(fit.spec.name), counts)
-        site = _Site.of(job, feed, fit.spec)
+        name = fit.spec.name.removeprefix(f"{feed.blocks[feed.number]}.")
+        writer = _Writer.of(job, feed, fit.spec)
+        exact = job.model.get_submodule(feed.blocks[feed.number])
+        call = feed.call
         for start in range(0, len(feed.inputs), self.batch):
             part = slice(start, start + self.batch)
-            found = site.passage(feed.block, feed.inputs[part], feed.call)
-            if site.writes:
-                block = job.model.get_submodule(feed.blocks[feed.number])
-                wanted = site.passage(block, feed.float_inputs[part], feed.call)
-                missing = self.correction * wanted.brought_back(found)
-                problem.add(found.inputs, wanted.output, wanted.output + missing)
+            if writer is None:
+                given, _ = arguments_of(
+                    feed.block, name, feed.inputs[part], *call.rest, **call.named
+                )
+                own = problem.exact(given[0])
+                problem.add(given[0], own, own)
             else:
-                own = problem.exact(found.inputs)
-                problem.add(found.inputs, own, own)
+                found = writer.passage(feed.block, feed.inputs[part], call)
+                wanted = writer.passage(exact, feed.float_inputs[part], call)
+                target = wanted.output + wanted.brought_back(found)
+                problem.add(found.inputs, wanted.output, target)
             if problem.uneven:
                 return fit
         return problem.solved(self.ridge)
 
 
-class _ReachedError(Exception):
-    """Ends the pass through a block."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """What a layer is given and gives in one pass through its block.
+    """What a layer that writes to the residual stream is given and gives, in one pass.
 
-    ``stream`` is the residual stream behind the layer with its output taken out, and ``place``
-    stands for this output in it; both are None for layers that do not write to the stream.
+    ``stream`` is the stream behind the layer with its output taken out, ``place`` stands for this
+    output in it.
     """
 
     inputs: Tensor
     output: Tensor
-    place: Tensor | None = None
-    stream: Tensor | None = None
+    place: Tensor
+    stream: Tensor
 
     def brought_back(self, other: _Passage) -> Tensor:
         """What the layer would have to add to bring the other stream to this one."""
-        if self.stream is None or other.stream is None or self.place is None:
-            return torch.zeros_like(self.output)
         error = self.stream.detach() - other.stream.detach()
         size = error.norm(dim=-1, keepdim=True)
         # few tokens are huge: to bring these back would cost all others
@@ -144,56 +152,45 @@ class _Passage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
-    """A layer inside a block; ``norm`` is behind the stream that the layer writes to, if any is."""
+class _Writer:
+    """A layer that writes to the stream; ``norm`` reads it next, or nothing inside the block."""
 
     name: str
-    writes: bool
     norm: str | None
 
     @classmethod
-    def of(cls, job: Finish, feed: Feed, spec: LayerSpec) -> _Site:
+    def of(cls, job: Finish, feed: Feed, spec: LayerSpec) -> _Writer | None:
+        """The writer of this layer, None if it is none or nobody knows who reads the stream."""
         prefix = f"{feed.blocks[feed.number]}."
-        norm = None
-        writes = spec.role is LayerRole.FC2
-        if spec.role is LayerRole.PROJ:
-            beside = [x for x in job.graph.layers if x.block == spec.block]
-            norm = next((x.norm for x in beside if x.role is LayerRole.FC1), None)
-            writes = norm is not None
-        return cls(
-            spec.name.removeprefix(prefix), writes, norm.removeprefix(prefix) if norm else None
-        )
+        if spec.role is LayerRole.FC2:
+            return cls(spec.name.removeprefix(prefix), None)
+        beside = [x for x in job.graph.layers if x.block == spec.block]
+        norm = next((x.norm for x in beside if x.role is LayerRole.FC1), None)
+        if spec.role is not LayerRole.PROJ or norm is None:
+            return None
+        return cls(spec.name.removeprefix(prefix), norm.removeprefix(prefix))
 
     def passage(self, block: nn.Module, inputs: Tensor, call: Call) -> _Passage:
         """One pass through the block, no farther than needed."""
         seen: dict[str, Tensor] = {}
 
-        def before(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            seen["inputs"] = arguments[0]
-
-        def behind(_module: nn.Module, _arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            seen["output"] = output
-            if not self.writes:
-                raise _ReachedError
+        def behind(_module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            seen["inputs"], seen["output"] = arguments[0], output
             torch.set_grad_enabled(True)
             seen["place"] = torch.zeros_like(output).requires_grad_()
             return seen["place"]
 
         def at_norm(_module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             seen["stream"] = arguments[0]
-            raise _ReachedError
+            raise ReachedError
 
-        layer = block.get_submodule(self.name)
-        handles = [
-            layer.register_forward_pre_hook(before),
-            layer.register_forward_hook(behind),
-        ]
+        handles = [block.get_submodule(self.name).register_forward_hook(behind)]
         if self.norm is not None:
             handles.append(block.get_submodule(self.norm).register_forward_pre_hook(at_norm))
         try:
             with torch.no_grad():
                 seen["stream"] = block(inputs, *call.rest, **call.named)
-        except _ReachedError:
+        except ReachedError:
             pass
         finally:
             for handle in handles:
@@ -287,7 +284,11 @@ def _tensors(fit: LayerFit) -> Mapping[str, Tensor]:
     return {"codes": fit.codes, "bias": fit.bias, **scales}
 
 
-def _rebuilt(fit: LayerFit, stored: Mapping[str, Tensor]) -> LayerFit:
+def _stored(job: Finish, fit: LayerFit) -> LayerFit | None:
+    """The fit as an earlier run has solved it."""
+    stored = job.store.load(_key(fit.spec))
+    if stored is None:
+        return None
     grid = fit.weight_quantizer
     if "scale" in stored:
         grid = UniformQuantizer(fit.bits.weight, stored["scale"], stored["zero"])
