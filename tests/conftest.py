@@ -1,9 +1,10 @@
-"""Tiny models with seeded weights, and samples that fit them."""
+"""Tiny models with seeded weights, samples that fit them, and calls of the command."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,16 @@ from hypothesis import settings
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from typer.testing import CliRunner
 
+import lampq.cli
 from lampq.calibrate import Stats, collect
+from lampq.cli import app
 from lampq.data import Samples
 from lampq.graph.attention import explicit
 from lampq.graph.discover import discover
 from lampq.methods import METHODS, FitCache, SiteWidths
+from lampq.models import bundled_samples
 from lampq.quant.base import Quantizer, describe
 from lampq.quant.modules import LayerFit, SiteFit
 from lampq.types import BitPlan, LayerBits, ModelGraph
@@ -38,6 +43,26 @@ class Case:
     graph: ModelGraph
     samples: Samples
     stats: Mapping[str, Stats]
+
+
+class Outcome:
+    """Exit code, standard output and standard error of one call."""
+
+    def __init__(self, *arguments: object) -> None:
+        found = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        if found.exception is not None and not isinstance(found.exception, SystemExit):
+            raise found.exception
+        self.code, self.out, self.err = found.exit_code, found.stdout, found.stderr
+
+
+@contextmanager
+def few_bundled(count: int) -> Iterator[None]:
+    """The command sees only so many bundled pictures of each split."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            lampq.cli, "bundled_samples", lambda split: bundled_samples(split).subset(count, 0)
+        )
+        yield
 
 
 def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:

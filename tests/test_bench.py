@@ -10,28 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Case
+from conftest import Case, Outcome, few_bundled
 from typer.testing import CliRunner
 
-import lampq.cli
 from lampq import bench
 from lampq.artifact.checkpoint import checkpoint_bytes, read_header
 from lampq.bench import contenders, measure
 from lampq.bench.chart import chart
 from lampq.bench.measure import Ratio, in_turns
 from lampq.cli import app
-from lampq.data import Samples
 from lampq.errors import ConfigError, MissingDependencyError
 from lampq.graph.attention import explicit
 from lampq.graph.discover import discover
 from lampq.methods import METHODS, FitCache, SiteWidths
-from lampq.models import ModelSource, bundled_samples, load_model
+from lampq.models import ModelSource, load_model
 from lampq.report.folder import read_run
 from lampq.types import BitPlan, LayerBits, LayerRole
-
-
-def _few(split: Any) -> Samples:
-    return bundled_samples(split).subset(4, 0)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     by_hand.write_text(json.dumps({"layers": plan}))
     words = ["quantize", "fashion_swin", "--out", str(out), "--plan", str(by_hand), "--quiet"]
     words += ["--method", "minmax", "--profile", "speed", "--bits", "8"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lampq.cli, "bundled_samples", _few)
-        found = CliRunner().invoke(app, words)
-    assert (found.exit_code, found.output) == (0, "")
+    with few_bundled(4):
+        found = Outcome(*words)
+    assert (found.code, found.out, found.err) == (0, "", "")
     return out
 
 

@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 import pytest
 import timm
 import torch
+from conftest import Outcome, few_bundled
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import lampq
 import lampq.cli
 import lampq.typed
 from lampq.artifact.checkpoint import digest
-from lampq.cli import TerminalProgress, app
+from lampq.cli import TerminalProgress
 from lampq.config import RunConfig
 from lampq.data import Samples
 from lampq.evaluate import predict, top1
@@ -37,26 +37,11 @@ QUICK = [
 STAGES = {"collect", "fit", "metric", "allocate", "refine", "reconstruct", "evaluate"}
 
 
-class Outcome:
-    """Exit code, standard output and standard error of one call."""
-
-    def __init__(self, *arguments: object) -> None:
-        found = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        if found.exception is not None and not isinstance(found.exception, SystemExit):
-            raise found.exception
-        self.code, self.out, self.err = found.exit_code, found.stdout, found.stderr
-
-
 @pytest.fixture(scope="module", autouse=True)
 def few_pictures() -> Iterator[None]:
     """The bundled pictures, but only 120 of each split."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lampq.cli, "bundled_samples", lambda split: _few(split))
+    with few_bundled(120):
         yield
-
-
-def _few(split: Any) -> Samples:
-    return bundled_samples(split).subset(120, 0)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +120,7 @@ def test_the_report_scores_three_models(report: dict[str, Any]) -> None:
 
 
 def test_the_float_score_of_the_report_is_that_of_the_float_model(report: dict[str, Any]) -> None:
-    samples = _few("eval")
+    samples = lampq.cli.bundled_samples("eval")
     expected = top1(predict(load_model("fashion_vit").model, samples), samples.labels)
     assert report["scores"]["fp32"]["top1"] == pytest.approx(expected, abs=1e-9)
 

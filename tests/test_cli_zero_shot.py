@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import Outcome
+from conftest import Outcome
 
 import lampq
 import lampq.cli

@@ -10,21 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Case
+from conftest import Case, Outcome, few_bundled
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import lampq.cli
-from lampq.cli import app
 from lampq.compare import PLANS, make_trials, shared_options, sharing_key
 from lampq.config import make_config
-from lampq.data import Samples
 from lampq.errors import BudgetError, ConfigError
 from lampq.evaluate import interval95, predict, top1
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.methods.minmax import MinMax
 from lampq.metrics import METRICS, Evidence, Sensitivity
-from lampq.models import bundled_samples, load_model
+from lampq.models import load_model
 from lampq.pipeline import behind_quantized, quantize
 from lampq.progress import Journal
 from lampq.report.table import spread, table_csv, table_markdown
@@ -53,12 +50,7 @@ Row = dict[str, Any]
 @pytest.fixture(scope="module", autouse=True)
 def few_pictures() -> Iterator[None]:
     """The bundled pictures, but only forty of each split."""
-    few: dict[str, Samples] = {
-        split: bundled_samples(split).subset(40, 0)  # type: ignore[arg-type]
-        for split in ("calib", "eval")
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lampq.cli, "bundled_samples", few.get)
+    with few_bundled(40):
         yield
 
 
@@ -72,10 +64,8 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def invoke(*arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of lampq compare."""
-    found = CliRunner().invoke(app, ["compare", *map(str, arguments)])
-    if found.exception is not None and not isinstance(found.exception, SystemExit):
-        raise found.exception
-    return found.exit_code, found.stdout, found.stderr
+    found = Outcome("compare", *arguments)
+    return found.code, found.out, found.err
 
 
 def rows_of(out: Path) -> list[Row]:

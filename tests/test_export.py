@@ -12,19 +12,16 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from conftest import Case
-from typer.testing import CliRunner
+from conftest import Case, Outcome, few_bundled
 
 import lampq
 import lampq.cli
 import lampq.export
 import lampq.verify
-from lampq.cli import app
 from lampq.cli.deploy import _settings
 from lampq.config import make_config
 from lampq.data import Samples
 from lampq.errors import ConfigError, ExportError
-from lampq.models import bundled_samples
 
 QUICK = [
     *("--method", "adalog", "--choices", "3,4", "--bits", "3.5", "--images", "48"),
@@ -32,26 +29,11 @@ QUICK = [
 ]
 
 
-class Outcome:
-    """Exit code, standard output and standard error of one call."""
-
-    def __init__(self, *arguments: object) -> None:
-        found = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        if found.exception is not None and not isinstance(found.exception, SystemExit):
-            raise found.exception
-        self.code, self.out, self.err = found.exit_code, found.stdout, found.stderr
-
-
 @pytest.fixture(scope="module", autouse=True)
 def few_pictures() -> Iterator[None]:
     """The bundled pictures, but only 60 of each split."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lampq.cli, "bundled_samples", _few)
+    with few_bundled(60):
         yield
-
-
-def _few(split: Any) -> Samples:
-    return bundled_samples(split).subset(60, 0)
 
 
 @pytest.fixture(scope="module")

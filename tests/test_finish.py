@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Case
+from conftest import Case, Outcome, few_bundled
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import lampq
 import lampq.cli
 from lampq.artifact.states import StateFolder
-from lampq.cli import app
 from lampq.data import Samples
 from lampq.errors import ConfigError, DataError
 from lampq.evaluate import predict
-from lampq.models import bundled_samples
 from lampq.pipeline import Result, quantize
 from lampq.reconstruct import FINISHERS, Finish, Rates
 from lampq.reconstruct.recipes import qdrop
@@ -145,15 +142,12 @@ def test_given_rates_and_steps_replace_the_published_ones() -> None:
     ("words", "name"),
     [(["--reconstruct"], "distill"), (["--reconstruct", "qdrop"], "qdrop"), ([], None)],
 )
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], name: str | None
-) -> None:
-    few = {split: bundled_samples(split).subset(40, 0) for split in ("calib", "eval")}  # type: ignore[arg-type]
-    monkeypatch.setattr(lampq.cli, "bundled_samples", few.get)
+def test_the_command(tmp_path: Path, words: list[str], name: str | None) -> None:
     command = ["quantize", "fashion_vit", "--method", "minmax", "--metric", "recon"]
     command += ["--images", "32", "--exchanges", "0", "--iterations", "2", "--score-images", "8"]
-    ran = CliRunner().invoke(app, [*command, *words, "--quiet", "--out", str(tmp_path / "run")])
-    assert ran.exit_code == 0, ran.output
+    with few_bundled(40):
+        ran = Outcome(*command, *words, "--quiet", "--out", tmp_path / "run")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["config"]["reconstruct"] == name
     assert ("before_reconstruction" in report["scores"]) == (name is not None)

@@ -4,14 +4,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from conftest import Outcome, few_bundled
 
-import lampq.cli
-from lampq.cli import app
-from lampq.models import bundled_samples
 from lampq.report.content import page_content
 from lampq.report.folder import read_run
 
@@ -24,10 +20,8 @@ QUICK = [
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     out = tmp_path_factory.mktemp("folder") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        few = lambda split: bundled_samples(split).subset(20, 0)  # noqa: E731
-        patch.setattr(lampq.cli, "bundled_samples", few)
-        assert _lampq("quantize", "fashion_swin", "--out", out, *QUICK).exit_code == 0
+    with few_bundled(20):
+        assert Outcome("quantize", "fashion_swin", "--out", out, *QUICK).code == 0
     return out
 
 
@@ -37,17 +31,13 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-def _lampq(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def _changed(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def test_a_run_without_histograms_has_a_page_too(folder: Path) -> None:
     (folder / "histograms.json").unlink()
-    assert _lampq("report", folder).exit_code == 0
+    assert Outcome("report", folder).code == 0
     assert page_content(read_run(folder))["histograms"] is None
 
 
@@ -59,13 +49,13 @@ def test_a_report_of_before_exchanges_had_their_widths_has_a_page(folder: Path) 
 
 
 def test_quiet_says_nothing(folder: Path) -> None:
-    found = _lampq("report", folder, "--quiet")
-    assert (found.exit_code, found.output) == (0, "")
+    found = Outcome("report", folder, "--quiet")
+    assert (found.code, found.out, found.err) == (0, "", "")
 
 
 def test_other_runs_of_the_model_add_their_scores(folder: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
-    assert _lampq("report", folder, "--with", other).exit_code == 0
+    assert Outcome("report", folder, "--with", other).code == 0
     (point,) = page_content(read_run(folder, [other]))["others"]
     report = json.loads((other / "report.json").read_text())
     assert point["name"] == "other"
@@ -104,22 +94,22 @@ def test_a_folder_that_cannot_be_read_is_one_sentence_and_leaves_the_page(
         (folder / name).unlink()
     else:
         (folder / name).write_text(content)
-    found = _lampq("report", folder)
-    assert found.exit_code == 2
-    assert message in found.stderr
-    assert found.stderr.startswith("lampq: ")
-    assert found.stderr.count("\n") == 1
+    found = Outcome("report", folder)
+    assert found.code == 2
+    assert message in found.err
+    assert found.err.startswith("lampq: ")
+    assert found.err.count("\n") == 1
     assert (folder / "report.html").read_bytes() == before
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    found = _lampq("report", tmp_path / "none")
-    assert (found.exit_code, found.stderr) == (2, f"lampq: no run folder '{tmp_path / 'none'}'\n")
+    found = Outcome("report", tmp_path / "none")
+    assert (found.code, found.err) == (2, f"lampq: no run folder '{tmp_path / 'none'}'\n")
 
 
 def test_runs_of_different_models_do_not_compare(folder: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     _changed(other / "report.json", model={"kind": "timm", "name": "another", "options": {}})
-    found = _lampq("report", folder, "--with", other)
-    assert found.exit_code == 2
-    assert "is a run of another" in found.stderr
+    found = Outcome("report", folder, "--with", other)
+    assert found.code == 2
+    assert "is a run of another" in found.err

@@ -13,14 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from conftest import Outcome, few_bundled
 
-import lampq.cli
 from lampq.allocate import allocate_ilp
 from lampq.artifact.checkpoint import read_header
-from lampq.cli import app
-from lampq.data import Samples
-from lampq.models import bundled_samples
 from lampq.report import plan_json
 from lampq.report.content import RunFiles
 from lampq.report.folder import read_run
@@ -41,24 +37,15 @@ HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.ha
 @pytest.fixture(scope="module", autouse=True)
 def few_pictures() -> Iterator[None]:
     """The bundled pictures, but only 40 of each split."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lampq.cli, "bundled_samples", _few)
+    with few_bundled(40):
         yield
-
-
-def _few(split: Any) -> Samples:
-    return bundled_samples(split).subset(40, 0)
-
-
-def lampq_command(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of the bundled model with the choices 3 and 4."""
     out = tmp_path_factory.mktemp("page") / "run"
-    assert lampq_command("quantize", "--out", out, *QUICK).exit_code == 0
+    assert Outcome("quantize", "--out", out, *QUICK).code == 0
     return out
 
 
@@ -108,8 +95,8 @@ def test_embedded_json_reads_back_and_cannot_end_its_script() -> None:
 def test_the_page_is_made_again_from_the_files_of_its_folder(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "report.html").unlink()
-    found = lampq_command("report", copy)
-    assert (found.exit_code, found.output.split()) == (0, ["report", str(copy / "report.html")])
+    found = Outcome("report", copy)
+    assert (found.code, found.out.split()) == (0, ["report", str(copy / "report.html")])
     assert (copy / "report.html").read_bytes() == (folder / "report.html").read_bytes()
 
 
@@ -307,8 +294,8 @@ def test_the_downloaded_plan_is_the_shown_one_and_is_taken_back(
     while not path.is_file() and time.monotonic() < end:
         time.sleep(0.05)
     assert read_plan(path) == shown
-    again = lampq_command("quantize", "--out", tmp_path / "again", "--plan", path, *QUICK)
-    assert again.exit_code == 0
+    again = Outcome("quantize", "--out", tmp_path / "again", "--plan", path, *QUICK)
+    assert again.code == 0
     content = json.loads((tmp_path / "again" / "plan.json").read_text())
     assert content == json.loads(path.read_text())
     given = Page(page.browser, tmp_path / "again" / "report.html")
@@ -470,8 +457,8 @@ def test_hostile_names_are_shown_and_not_run(browser: Any, run: RunFiles, tmp_pa
 def test_a_run_of_a_swin_shows_its_stages_and_reductions(browser: Any, tmp_path: Path) -> None:
     out = tmp_path / "swin"
     options = [*QUICK, "--metric", "fisher", "--probe-images", "8", "--mu", "0.25"]
-    found = lampq_command("quantize", "fashion_swin", "--out", out, *options)
-    assert found.exit_code == 0
+    found = Outcome("quantize", "fashion_swin", "--out", out, *options)
+    assert found.code == 0
     page = Page(browser, out / "report.html")
     titles = page.run(
         "return [...document.querySelectorAll('.stage .title')].map(e => e.textContent)"
