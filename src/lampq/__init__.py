@@ -44,9 +44,15 @@ def load(
 ) -> Deployed:
     """The quantized model of a packed checkpoint, ready to run: images in, logits out.
 
-    ``runtime`` is "torch", "onnxruntime" or "openvino"; the graph of the last two is built in
-    memory, or read from an exported ONNX file. ``threads`` are those of these two.
-    ``model`` is the float architecture, needed only for classes that timm does not know.
+    Args:
+        path: A packed checkpoint, or an exported ONNX file.
+        model: The float architecture, needed only for classes that timm does not know.
+        runtime: "torch", "onnxruntime" or "openvino"; for the last two the graph of a checkpoint
+            is built in memory.
+        threads: How many threads these two use.
+
+    Returns:
+        A module in torch, a ``Session`` in the other runtimes.
     """
     from lampq.runtime import load as load_deployed
 
@@ -64,8 +70,16 @@ def export_onnx(
 ) -> Export:
     """Write a packed checkpoint as a standard ONNX file, verified on the samples.
 
-    ``runtimes`` are those to verify in, all that are installed by default. Where the verification
-    fails nothing is written.
+    Args:
+        checkpoint: The file of ``Result.save``, or of a run.
+        out: The ONNX file to write.
+        samples: Images on which the answers are compared.
+        model: The float architecture, needed only for classes that timm does not know.
+        runtimes: Where to verify; all that are installed by default.
+        any_cpu: Right also on x86 processors without 8-bit dot products.
+
+    Raises:
+        ExportError: Where the verification fails; nothing is written then.
     """
     from lampq.export import export_onnx as export
 

@@ -184,8 +184,13 @@ class _Shared:
 class Comparison:
     """All that one comparison works on.
 
-    ``calibration`` gives the calibration images of a seed. ``inputs`` says where model and images
-    came from; a comparison is resumed only with the same.
+    Attributes:
+        loaded: The float model.
+        calibration: Gives the calibration images of a seed.
+        evaluation: The images that every trial is scored on.
+        trials: What to run, in the order of the table.
+        how: How pictures are prepared.
+        inputs: Where model and images came from; a comparison is resumed only with the same.
     """
 
     loaded: LoadedModel

@@ -237,7 +237,14 @@ PRESETS: dict[str, dict[str, Any]] = {"best": {"preset": "best"}, "paper": PAPER
 
 
 def make_config(options: Mapping[str, Any]) -> RunConfig:
-    """A configuration of a preset with some options set; None means not set."""
+    """A configuration of a preset with some options set; None means not set.
+
+    Args:
+        options: Fields of ``RunConfig`` by name; ``preset`` says where all others come from.
+
+    Raises:
+        ConfigError: If a name is unknown or a value cannot be used.
+    """
     given = {key: value for key, value in options.items() if value is not None}
     preset = given.get("preset", "best")
     if not isinstance(preset, str) or preset not in PRESETS:

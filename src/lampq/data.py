@@ -23,6 +23,13 @@ class Preprocessing:
 
     A picture that has the input size already is taken whole, unless ``recrop`` is set: it has been
     cropped before, and a second crop would cost accuracy.
+
+    Attributes:
+        mean: Of the pixels from 0 to 1, one per channel.
+        std: Their deviation, one per channel.
+        crop_pct: Edge of the crop over the shorter side of the resized picture.
+        size: Edge of the network input.
+        recrop: Resize and crop also pictures that have the input size.
     """
 
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
@@ -41,7 +48,14 @@ class Preprocessing:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Images (bytes or floats) and their labels; bytes are normalised batch by batch."""
+    """Images (bytes or floats) and their labels; bytes are normalised batch by batch.
+
+    Attributes:
+        images: (n, channels, height, width); floats must be normalised already.
+        labels: One class index per image, or None.
+        mean: Of the pixels from 0 to 1, one per channel; for bytes.
+        std: Their deviation, one per channel; for bytes.
+    """
 
     images: Tensor
     labels: Tensor | None = None

@@ -48,7 +48,22 @@ T = TypeVar("T")
 class Result:
     """A quantized model, its plan, and how they came about.
 
-    ``start`` is the plan that the exchanges started from; None where none was tried.
+    Attributes:
+        model: The quantized model: images in, logits out.
+        plan: The widths of its searched layers.
+        graph: What was found in the float model.
+        config: The options in effect.
+        budget: What the plan had to keep to.
+        source: How the architecture is built again.
+        fits: Every layer at every width that was looked at.
+        uniform: The plan of one width that the result is compared with.
+        sensitivity: The costs of all widths; None where the plan was given.
+        allocation: The plan before the exchanges; None where the plan was given.
+        steps: The exchanges that were tried, in order.
+        calibration: Qualities on calibration images of ``fp32``, ``uniform`` and ``mixed``.
+        notices: What the user should know, in sentences.
+        reconstruction: What training after the plan brought; None where there was none.
+        start: The plan that the exchanges started from; None where none was tried.
     """
 
     model: nn.Module
@@ -178,8 +193,17 @@ def quantize(
 ) -> Result:
     """Find a bit plan within the budget and quantize the model by it; the model stays as it is.
 
-    ``options`` are fields of RunConfig (``bits=3, preset="paper", seed=1``); ``plan`` skips the
-    search and takes these widths.
+    Args:
+        model: The float model, a classifier.
+        samples: Calibration images: ``Samples``, or an iterable of batches, with labels or without.
+        config: All options, from ``make_config``; instead of single ones.
+        patterns: Which layer plays which role, for models that timm does not have.
+        plan: Widths by layer name, to use instead of a search.
+        run: Progress, journal and stores of a run that can be resumed.
+        **options: Fields of ``RunConfig``, such as ``bits=3, preset="paper", seed=1``.
+
+    Raises:
+        LampqError: Where something is wrong, before long work; its message is one sentence.
     """
     if config is not None and options:
         raise ConfigError("give either config or single options, not both")

@@ -37,7 +37,15 @@ SEARCHED_ROLES = (LayerRole.QKV, LayerRole.PROJ, LayerRole.FC1, LayerRole.FC2)
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One linear layer of the float model, by name. Holds no tensor."""
+    """One linear layer of the float model, by name. Holds no tensor.
+
+    Attributes:
+        name: As in ``model.named_modules()``.
+        role: What the layer does.
+        block: The number of its block, -1 outside the blocks.
+        n_params: Number of weights, its share of the budget.
+        norm: The norm that feeds this layer and nothing else, or None.
+    """
 
     name: str
     role: LayerRole
@@ -69,7 +77,14 @@ class SumSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelGraph:
-    """The quantizable sites of one model, in execution order."""
+    """The quantizable sites of one model, in execution order.
+
+    Attributes:
+        layers: Linear layers and patch embeddings.
+        matmuls: Products of the attentions.
+        blocks: Names of the blocks, in their order.
+        sums: Residual sums.
+    """
 
     layers: tuple[LayerSpec, ...]
     matmuls: tuple[MatmulSpec, ...]

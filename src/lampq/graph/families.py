@@ -12,7 +12,12 @@ from lampq.types import LayerRole
 class RolePattern:
     """Names that play one role; ``*`` stands for any part of a dotted name.
 
-    The text up to the last ``*`` names the block. ``norm`` is relative to it.
+    The text up to the last ``*`` names the block.
+
+    Attributes:
+        pattern: A dotted name as in ``named_modules()``.
+        role: What the layers of that name do.
+        norm: The LayerNorm that feeds them, by its name inside the block; None if there is none.
     """
 
     pattern: str

@@ -21,7 +21,13 @@ from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec, ModelGraph, S
 
 @dataclass(frozen=True, slots=True)
 class LinearView:
-    """A linear layer or patch embedding as a matrix: y = weight @ x + bias."""
+    """A linear layer or patch embedding as a matrix: y = weight @ x + bias.
+
+    Attributes:
+        spec: Its name, role, block and norm.
+        weight: (outputs, inputs).
+        bias: (outputs,).
+    """
 
     spec: LayerSpec
     weight: Tensor

@@ -16,7 +16,17 @@ from lampq.types import CostTable, LayerBits, ModelGraph
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The float model in explicit form, its graph, its fits, and the calibration samples."""
+    """What a metric may look at; nothing of it may be changed.
+
+    Attributes:
+        model: The float model in explicit form.
+        graph: Its sites; ``graph.allocatable`` are the searched layers.
+        fits: Any layer at any width, computed at most once.
+        samples: The calibration images.
+        seed: The seed of every draw.
+        progress: Loops go through ``progress.track``.
+        journal: Long work goes through ``journal.once``.
+    """
 
     model: nn.Module
     graph: ModelGraph
@@ -29,7 +39,12 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """A cost table with what led to it, by name, ready for a report."""
+    """A cost table with what led to it, by name, ready for a report.
+
+    Attributes:
+        table: The cost of every searched layer at every choice.
+        details: Whatever explains it; must be ready for JSON.
+    """
 
     table: CostTable
     details: Mapping[str, Any]

@@ -28,7 +28,7 @@ class NormFold:
         return scaled, bias + scaled @ self.shift
 
     def of_inputs(self, inputs: Tensor) -> Tensor:
-        """X' of x."""
+        """What comes out of the changed norm where ``inputs`` came out before."""
         return inputs / self.ratio - self.shift
 
     @classmethod

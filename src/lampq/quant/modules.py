@@ -19,8 +19,15 @@ from lampq.types import LayerBits, LayerSpec, MatmulSpec, SumSpec
 class LayerFit:
     """One layer quantized at one width: all that is needed to rebuild it.
 
-    ``codes`` has the shape (outputs, inputs), also for a convolution; ``bias`` is final. Few
-    methods quantize the output too.
+    Attributes:
+        spec: The layer.
+        bits: Its widths.
+        codes: Of the weight, (outputs, inputs), also for a convolution.
+        bias: The final one: folds and shifts are in it.
+        weight_quantizer: Decodes the codes.
+        input_quantizer: Of the input; None where it stays in float.
+        fold: A change of variable between the norm before the layer and the layer, or None.
+        output_quantizer: Of the output; few methods have one.
     """
 
     spec: LayerSpec

@@ -43,7 +43,18 @@ class NoStore:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A float model in explicit form, the fits of its plan, and the samples to train on."""
+    """What a finisher works on; nothing of it may be changed.
+
+    Attributes:
+        model: The float model in explicit form.
+        graph: Its sites.
+        layers: The fits of all layers at the widths of the plan.
+        sites: The fits of attention products and sums.
+        samples: Calibration images, without those that the result is judged on.
+        seed: The seed of every draw.
+        progress: Loops go through ``progress.track``.
+        store: Keeps tensors of finished pieces, for resuming.
+    """
 
     model: nn.Module
     graph: ModelGraph

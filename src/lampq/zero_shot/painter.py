@@ -155,8 +155,18 @@ def synthesize(
 ) -> Samples:
     """Pictures made from the float model alone, with the classes they were made for.
 
-    ``how``: channels, size, mean and deviation of the model's input; not set, those of timm's
-    configuration of the model. Memory grows with ``batch``, not with ``images``.
+    Args:
+        model: The float model.
+        images: How many pictures.
+        recipe: The name of a recipe.
+        steps: How often a batch is shown to the model; not set, as the recipe says.
+        batch: Pictures made at a time: memory grows with it, not with ``images``.
+        seed: The seed of every draw.
+        how: Channels, size, mean and deviation of the model's input; not set, those of timm's
+            configuration of the model.
+        patterns: Which layer plays which role, for models that timm does not have.
+        progress: Told of every step.
+        store: Keeps finished batches, for resuming.
     """
     settings = Synthesis(images, recipe, steps, batch, seed)
     canvas = Canvas(how or preprocessing_of(model))
