@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := runs/demo
 
-.PHONY: demo test lint types examples wheel clean
+.PHONY: demo test lint types docs examples wheel clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# to site/, complete without a network; the variable leaves out the theme's notice of its end in 2027
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	! grep -rnE --include='*.html' '<(script|link|img|iframe|source)[^>]* (src|href)="?(https?:)?//' site
+
 examples: $(STAMP)
 	for script in examples/*.py; do $(BIN)/python $$script || exit 1; done
 
@@ -42,4 +47,4 @@ wheel: $(STAMP)
 	du -k dist/*.whl
 
 clean:
-	rm -rf $(VENV) build dist runs
+	rm -rf $(VENV) build dist runs site
