@@ -1,7 +1,7 @@
 """Time of each method in float passes over the calibration images: one JSON line per method.
 
 All sites at four bits, options of the preset `paper`. The float pass is timed in the same process,
-before and after each method.
+before and after each method. On one thread it is CPU time, on more it is wall time.
 
 python benchmarks/methods.py --results runs/methods.jsonl [--only adalog] [--threads 1]
 python benchmarks/methods.py --results runs/methods.jsonl --table
@@ -9,7 +9,6 @@ python benchmarks/methods.py --results runs/methods.jsonl --table
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import real
 import torch
 from overhead import seconds_of_a_pass
-from rows import Row, command_line, compute, read
+from rows import Row, clock, command_line, compute, read
 
 from lampq.compare import make_trials
 from lampq.data import Samples
@@ -35,10 +34,11 @@ def timed(method: str, loaded: LoadedModel, samples: Samples) -> Row:
     options = {"preset": "paper", "score_images": 16}
     (trial,) = make_trials(options, methods=(method,), plans=("uniform",), bits=(BITS,))
     before = seconds_of_a_pass(loaded.model, samples)
-    progress = Progress()
-    start = time.perf_counter()
+    now = clock()
+    progress = Progress(now)
+    start = now()
     quantize(loaded.model, samples, config=trial.config, run=Run(progress=progress))
-    whole = time.perf_counter() - start
+    whole = now() - start
     one_pass = (before + seconds_of_a_pass(loaded.model, samples)) / 2
     collect, fit = (progress.seconds.get(stage, 0.0) for stage in ("collect", "fit"))
     return {

@@ -1,6 +1,8 @@
 """Time of a whole run in float passes over the same images in the same process, and peak memory.
 
-python benchmarks/overhead.py --preset best --bits 3 [--out overhead.json]
+On one thread it is CPU time, so that a busy machine does not show; on more it is wall time.
+
+python benchmarks/overhead.py --preset best --bits 3 [--threads 1] [--out overhead.json]
 """
 
 from __future__ import annotations
@@ -8,11 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import time
 from pathlib import Path
 
 import real
 import torch
+from rows import clock
 
 from lampq.config import make_config
 from lampq.data import Samples
@@ -23,9 +25,10 @@ from lampq.progress import Progress
 
 def seconds_of_a_pass(model: torch.nn.Module, samples: Samples) -> float:
     """Seconds of one float pass over the samples."""
-    start = time.perf_counter()
+    now = clock()
+    start = now()
     predict(model, samples)
-    return time.perf_counter() - start
+    return now() - start
 
 
 def main() -> None:
@@ -42,10 +45,11 @@ def main() -> None:
     loaded, samples = real.model(), real.calibration()
     config = make_config({"preset": options.preset, "bits": options.bits, "seed": options.seed})
     before = seconds_of_a_pass(loaded.model, samples)
-    progress = Progress()
-    start = time.perf_counter()
+    now = clock()
+    progress = Progress(now)
+    start = now()
     quantize(loaded.model, samples, config=config, run=Run(progress=progress))
-    whole = time.perf_counter() - start
+    whole = now() - start
     uniform = make_config(
         {
             "preset": options.preset,
@@ -56,9 +60,9 @@ def main() -> None:
             "metric": "recon",
         }
     )
-    start = time.perf_counter()
+    start = now()
     quantize(loaded.model, samples, config=uniform)
-    plain = time.perf_counter() - start
+    plain = now() - start
     one_pass = (before + seconds_of_a_pass(loaded.model, samples)) / 2
     result = {
         "preset": options.preset,

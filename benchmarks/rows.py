@@ -27,6 +27,11 @@ def command_line(description: str | None, default: Path) -> argparse.ArgumentPar
     return parser
 
 
+def clock() -> Callable[[], float]:
+    """CPU time on one thread, so that a busy machine does not show; else wall time."""
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
 def read(results: Path) -> list[Row]:
     """The rows that are there."""
     if not results.exists():

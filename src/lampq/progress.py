@@ -17,16 +17,18 @@ T = TypeVar("T")
 class Progress:
     """Silent progress that measures the seconds of each stage; the terminal's one derives from it.
 
-    A stage inside another counts for itself only: the outer one does not include it.
+    A stage inside another counts for itself only: the outer one does not include it. ``timer``:
+    the clock of the stages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timer: Callable[[], float] = perf_counter) -> None:
         self.seconds: dict[str, float] = {}
         self._running: list[str] = []
-        self._since = perf_counter()
+        self._timer = timer
+        self._since = timer()
 
     def _account(self) -> None:
-        now = perf_counter()
+        now = self._timer()
         if self._running:
             name = self._running[-1]
             self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
