@@ -205,6 +205,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registries")
 def test_the_plugins_of_the_page_work_from_python(plugins: Path) -> None:
     del plugins
@@ -219,6 +220,7 @@ def test_the_plugins_of_the_page_work_from_python(plugins: Path) -> None:
     assert METHODS.get("sigma2")().reach == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registries")
 def test_the_plugins_of_the_page_work_by_entry_point(plugins: Path) -> None:
     (toml,) = _blocks(ROOT / "docs/plugins.md", "toml")
