@@ -91,6 +91,13 @@ def test_every_command_and_every_flag_is_documented(command: str) -> None:
         assert re.search(rf"{flag}\b(?!-)", text), f"{flag} of lampq {command} is nowhere explained"
 
 
+@pytest.mark.parametrize("command", sorted(CLI.commands))
+def test_help_has_no_brackets_that_the_terminal_would_take_for_markup(command: str) -> None:
+    helps = [option.help for option in CLI.commands[command].params if hasattr(option, "help")]
+    assert helps
+    assert [text for text in helps if text and "[" in text] == []
+
+
 @every_page
 def test_python_compiles_and_its_names_of_lampq_exist(page: Path) -> None:
     for block in _blocks(page, "python"):

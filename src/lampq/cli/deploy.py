@@ -103,14 +103,14 @@ def export_command(
         typer.Option(help="accuracy or speed; a run of the other one is fitted again"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="file to write [model.onnx beside the checkpoint]")
+        Path | None, typer.Option(help="file to write, default: model.onnx beside the checkpoint")
     ] = None,
     calib: Annotated[
-        Path | None, typer.Option(help="calibration pictures [those of the run]")
+        Path | None, typer.Option(help="calibration pictures, default: those of the run")
     ] = None,
     images: Annotated[int, typer.Option(help="pictures to compare answers on")] = IMAGES,
     runtimes: Annotated[
-        str | None, typer.Option(help="to verify in [all that are installed]")
+        str | None, typer.Option(help="to verify in, default: all that are installed")
     ] = None,
     any_cpu: Annotated[
         bool,
@@ -224,7 +224,7 @@ def _settings(options: Mapping[str, Any], profile: str) -> RunConfig:
 @guarded
 def bench_command(
     run: Annotated[Path, typer.Argument(help="run folder, or its model.safetensors")],
-    runtimes: Annotated[str | None, typer.Option(help="[all that are installed]")] = None,
+    runtimes: Annotated[str | None, typer.Option(help="default: all that are installed")] = None,
     batches: Annotated[str, typer.Option(help="numbers of images at once")] = "1,32",
     threads: Annotated[str, typer.Option(help="numbers of threads")] = "1,2",
     rounds: Annotated[int, typer.Option(help="rounds in which all take their turn")] = 7,

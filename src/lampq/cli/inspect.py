@@ -31,7 +31,7 @@ def eval_command(
     checkpoint: Annotated[Path, typer.Argument(help="model.safetensors of a run, or model.onnx")],
     runtime: Annotated[
         str | None,
-        typer.Option(help="torch, onnxruntime or openvino [torch; onnxruntime for .onnx]"),
+        typer.Option(help="torch, onnxruntime or openvino, default: torch; onnxruntime for .onnx"),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="pictures; bundled ones if absent")] = None,
     images: Annotated[int | None, typer.Option(help="how many pictures to score")] = None,

@@ -46,7 +46,7 @@ def quantize_command(
     calib: Annotated[Path | None, typer.Option(help="calibration pictures")] = None,
     evaluation: Annotated[Path | None, typer.Option("--eval", help="evaluation pictures")] = None,
     out: Annotated[Path, typer.Option(help="run folder to write")] = Path("runs/lampq"),
-    bits: Annotated[float | None, typer.Option(help="mean weight bits [4]")] = None,
+    bits: Annotated[float | None, typer.Option(help="mean weight bits, default: 4")] = None,
     act_bits: Annotated[int | None, typer.Option(help="(mean) activation bits")] = None,
     target_size: Annotated[str | None, typer.Option(help="file size, e.g. 3.5MB")] = None,
     target_bops: Annotated[
@@ -247,7 +247,7 @@ def quantize_command(
     ridge: Annotated[
         float | None,
         typer.Option(
-            help="how strongly align holds weights at their float values [1]",
+            help="how strongly align holds weights at their float values, default: 1",
             rich_help_panel=RECONSTRUCTION,
         ),
     ] = None,
@@ -282,7 +282,8 @@ def quantize_command(
         int | None, typer.Option(help="steps of a batch of pictures", rich_help_panel=ZERO_SHOT)
     ] = None,
     synthesis_batch: Annotated[
-        int | None, typer.Option(help="pictures made at a time [32]", rich_help_panel=ZERO_SHOT)
+        int | None,
+        typer.Option(help="pictures made at a time, default: 32", rich_help_panel=ZERO_SHOT),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue in --out")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,

@@ -34,7 +34,9 @@ def synthesize_command(
     images: Annotated[int, typer.Option(help="how many pictures")] = DEFAULT_IMAGES,
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("runs/synthetic"),
     recipe: Annotated[str, typer.Option(help=" or ".join(RECIPES))] = DEFAULT_RECIPE,
-    steps: Annotated[int | None, typer.Option(help="steps of a batch [the recipe's]")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="steps of a batch, default: the recipe's")
+    ] = None,
     batch: Annotated[int, typer.Option(help="pictures at a time; memory grows with it")] = 32,
     seed: Annotated[int, typer.Option(help="seed of every random draw")] = 0,
     mean: Annotated[str | None, typer.Option(help="pixel mean, one or three numbers")] = None,
