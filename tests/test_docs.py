@@ -91,11 +91,11 @@ def test_every_command_and_every_flag_is_documented(command: str) -> None:
         assert re.search(rf"{flag}\b(?!-)", text), f"{flag} of lampq {command} is nowhere explained"
 
 
-@pytest.mark.parametrize("command", sorted(CLI.commands))
-def test_help_has_no_brackets_that_the_terminal_would_take_for_markup(command: str) -> None:
-    helps = [option.help for option in CLI.commands[command].params if hasattr(option, "help")]
-    assert helps
-    assert [text for text in helps if text and "[" in text] == []
+def test_help_has_no_brackets_that_the_terminal_would_take_for_markup() -> None:
+    options = [option for command in CLI.commands.values() for option in command.params]
+    helps = [getattr(option, "help", None) or "" for option in options]
+    assert sum(map(bool, helps)) > 50
+    assert [text for text in helps if "[" in text] == []
 
 
 @every_page
