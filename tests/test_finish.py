@@ -20,6 +20,7 @@ from lampq.errors import ConfigError, DataError
 from lampq.evaluate import predict
 from lampq.pipeline import Result, quantize
 from lampq.reconstruct import FINISHERS, Finish, Rates
+from lampq.reconstruct.align import Align
 from lampq.reconstruct.recipes import qdrop
 from lampq.scoring import Run
 
@@ -30,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "metric": "recon",
     "exchanges": 0,
     "iterations": 40,
-    "lr_weights": 3e-2,
+    "lr_weights": 3e-4,
     "lr_affine": 1e-3,
 }
 
@@ -91,6 +92,34 @@ def test_a_worse_model_is_not_returned(
     assert not result.reconstruction.kept
     expected = predict(result.of_plan(result.plan), samples)
     assert torch.equal(predict(result.model, samples), expected)
+
+
+def test_a_better_model_from_on_the_way_is_returned_and_kept_at_once(
+    vit: Case, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[nn.Module] = []
+
+    def stray(job: Finish) -> nn.Module:
+        before = len(kept)
+        job.offer(Align()(job))
+        assert len(kept) == before + 1
+        return nn.Sequential(job.model, nn.Linear(10, 10)).eval()
+
+    monkeypatch.setitem(FINISHERS._factories, "stray", lambda: stray)
+    run = Run(on_plan=lambda plan, model: kept.append(model))
+    with pytest.warns(UserWarning, match="after stray the divergence .* on the way there it was"):
+        result = quantize(vit.original, samples, run=run, reconstruct="stray", **OPTIONS)
+    assert result.reconstruction is not None
+    offered, last = result.reconstruction.stages
+    assert result.reconstruction.kept
+    assert result.reconstruction.after == offered
+    assert offered.agreement > last.agreement
+    assert torch.equal(predict(result.model, samples), predict(kept[-1], samples))
+
+
+def test_distillation_offers_the_aligned_model(done: Result) -> None:
+    assert done.reconstruction is not None
+    assert len(done.reconstruction.stages) == 2
 
 
 def test_an_unknown_name_is_refused_before_any_work(vit: Case, samples: Samples) -> None:

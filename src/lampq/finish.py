@@ -24,19 +24,51 @@ HELD_OUT = 64
 class Reconstruction:
     """What training after the plan brought, on images that it has not seen.
 
-    ``kept`` is whether the trained model is the result.
+    Attributes:
+        name: The finisher.
+        images: How many images it worked on.
+        held_out: How many it was judged on.
+        before: The model as it was.
+        stages: The models that the finisher offered on its way, and the last one.
     """
 
     name: str
     images: int
     held_out: int
     before: Quality
-    after: Quality
+    stages: tuple[Quality, ...]
+
+    @property
+    def after(self) -> Quality:
+        """The best of the stages."""
+        return max(self.stages, key=lambda quality: quality.agreement)
 
     @property
     def kept(self) -> bool:
         """Whether the divergence from the float model fell."""
         return self.after.agreement > self.before.agreement
+
+
+class _Judge:
+    """Compares models on held-out images, and keeps the best."""
+
+    def __init__(self, model: nn.Module, fits: FitCache, held: Samples) -> None:
+        self.best, self.fits, self.held = model, fits, held
+        self.reference = predict(fits.model, held)
+        self.seen = [self._quality(model)]
+
+    def _quality(self, model: nn.Module) -> Quality:
+        return Quality.of(predict(model, self.held), self.reference, self.held.labels)
+
+    def better(self, model: nn.Module) -> bool:
+        """Whether the model, as it would be stored, is better than all before it."""
+        stored = self.fits.stored(model)
+        found = self._quality(stored)
+        better = all(found.agreement > one.agreement for one in self.seen)
+        self.seen.append(found)
+        if better:
+            self.best = stored
+        return better
 
 
 def reconstructed(
@@ -48,12 +80,18 @@ def reconstructed(
     config: RunConfig,
     run: Run,
 ) -> tuple[nn.Module, Reconstruction]:
-    """The trained model, compared with the untrained one on images kept from the training."""
+    """The best of the model as it is and those of the finisher, on images kept from its work."""
     assert config.reconstruct is not None, "only called with a finisher"
     if len(samples) < 2:
         raise DataError("reconstruction needs at least two calibration images, got one")
     training, held = samples.split(min(HELD_OUT, len(samples) // 4 or 1), config.seed)
     training = training.subset(config.reconstruct_images, config.seed)
+    judge = _Judge(model, fits, held)
+
+    def offer(found: nn.Module) -> None:
+        if judge.better(found):
+            run.on_plan(plan, judge.best)
+
     layers, sites = fits.of_plan(plan)
     job = Finish(
         fits.model,
@@ -64,18 +102,23 @@ def reconstructed(
         config.seed,
         run.progress,
         run.states,
+        offer,
     )
-    trained = fits.stored(finisher(job))
-    reference = predict(fits.model, held)
-    before, after = (
-        Quality.of(predict(one, held), reference, held.labels) for one in (model, trained)
-    )
-    outcome = Reconstruction(config.reconstruct, len(training), len(held), before, after)
+    offer(finisher(job))
+    before, *stages = judge.seen
+    outcome = Reconstruction(config.reconstruct, len(training), len(held), before, tuple(stages))
+    last = stages[-1].agreement
     if not outcome.kept:
         warnings.warn(
             f"after {config.reconstruct} the divergence from the float model is "
-            f"{-after.agreement:.4g}, before it {-before.agreement:.4g}: the model is returned as "
-            "it was",
+            f"{-last:.4g}, before it {-before.agreement:.4g}: the model is returned as it was",
             stacklevel=2,
         )
-    return trained, outcome
+    elif last < outcome.after.agreement:
+        warnings.warn(
+            f"after {config.reconstruct} the divergence from the float model is {-last:.4g}, on "
+            f"the way there it was {-outcome.after.agreement:.4g}: the model from there is "
+            "returned",
+            stacklevel=2,
+        )
+    return judge.best, outcome

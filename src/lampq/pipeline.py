@@ -282,12 +282,9 @@ def _quantize(
     reconstruction = None
     if job.finisher is not None:
         with run.progress.stage("reconstruct"):
-            trained, reconstruction = reconstructed(
+            final, reconstruction = reconstructed(
                 job.finisher, final, fits, plan, samples, config, run
             )
-        if reconstruction.kept:
-            final = trained
-            run.on_plan(plan, final)
     return Result(
         final,
         plan,

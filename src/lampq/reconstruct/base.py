@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,6 +54,8 @@ class Finish:
         seed: The seed of every draw.
         progress: Loops go through ``progress.track``.
         store: Keeps tensors of finished pieces, for resuming.
+        offer: To be called with a quantized model that is there before the last one. Of those
+            offered and the last, the best on images kept from the work is the result.
     """
 
     model: nn.Module
@@ -64,6 +66,7 @@ class Finish:
     seed: int = 0
     progress: Progress = field(default_factory=Progress)
     store: StateStore = field(default_factory=NoStore)
+    offer: Callable[[nn.Module], None] = lambda model: None
 
 
 class Finisher(Protocol):

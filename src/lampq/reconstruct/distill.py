@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lampq.calibrate import recording_outputs
+from lampq.quant.modules import assemble
 from lampq.reconstruct.align import Align
 from lampq.reconstruct.base import Finish, Rates, follow_cosine
 from lampq.reconstruct.blocks import softened
@@ -51,7 +52,10 @@ class Distill:
 
     def __call__(self, job: Finish) -> nn.Module:
         """The model after training."""
-        begun = job if self.start is None else self.start.aligned(job)
+        begun = job
+        if self.start is not None:
+            begun = self.start.aligned(job)
+            job.offer(assemble(job.model, begun.layers, job.sites))
         return fitted(self.trained(job, trainable(job.model, begun.layers, job.sites)))
 
     def trained(self, job: Finish, model: nn.Module) -> nn.Module:

@@ -83,7 +83,7 @@ def reconstruction_json(done: Reconstruction | None) -> dict[str, Any] | None:
     """What reconstruction brought, on calibration images kept from it."""
     if done is None:
         return None
-    return {**asdict(done), "kept": done.kept}
+    return {**asdict(done), "after": asdict(done.after), "kept": done.kept}
 
 
 def exchanges_json(start: BitPlan | None, steps: Sequence[Step]) -> list[dict[str, Any]]:
