@@ -17,6 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import lampq.cli
+import lampq.inputs
 from lampq.calibrate import Stats, collect
 from lampq.cli import app
 from lampq.data import Samples
@@ -60,7 +61,7 @@ def few_bundled(count: int) -> Iterator[None]:
     """The command sees only so many bundled pictures of each split."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            lampq.cli, "bundled_samples", lambda split: bundled_samples(split).subset(count, 0)
+            lampq.inputs, "bundled_samples", lambda split: bundled_samples(split).subset(count, 0)
         )
         yield
 

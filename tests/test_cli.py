@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import lampq
 import lampq.cli
+import lampq.inputs
 import lampq.typed
 from lampq.artifact.checkpoint import digest
 from lampq.cli import TerminalProgress
@@ -120,7 +121,7 @@ def test_the_report_scores_three_models(report: dict[str, Any]) -> None:
 
 
 def test_the_float_score_of_the_report_is_that_of_the_float_model(report: dict[str, Any]) -> None:
-    samples = lampq.cli.bundled_samples("eval")
+    samples = lampq.inputs.bundled_samples("eval")
     expected = top1(predict(load_model("fashion_vit").model, samples), samples.labels)
     assert report["scores"]["fp32"]["top1"] == pytest.approx(expected, abs=1e-9)
 
@@ -631,7 +632,9 @@ def _overridden(quick: list[str], place: int, arguments: list[object]) -> bool:
 def test_a_wrong_option_is_told_before_a_picture_is_read(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(lampq.cli, "read_folder", lambda *_, **__: pytest.fail("pictures are read"))
+    monkeypatch.setattr(
+        lampq.inputs, "read_folder", lambda *_, **__: pytest.fail("pictures are read")
+    )
     build, message = QUANTIZE[name]
     arguments = [*build(tmp_path), "--calib", pictures, "--out", tmp_path / "run"]
     given = [a for i, a in enumerate(QUICK) if not _overridden(QUICK, i, arguments)]
