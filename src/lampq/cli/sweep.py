@@ -76,7 +76,7 @@ def sweep_command(
     elif not quiet:
         print_rows(rows, out)
     if rows and all(row["status"] == "failed" for row in rows):
-        fail(f"every trial failed, the first because {rows[0]['error']}")
+        fail(f"every trial failed, the first because {rows[0]['failure']}")
 
 
 def _list(trials: Sequence[sweep.Trial]) -> None:
@@ -104,7 +104,7 @@ def _run(
         new = done - before[0] + 1
         left = minutes((monotonic() - start) / new * (total - done))
         top1 = "" if row.get("top1") is None else f", top-1 {row['top1']:.2f}"
-        said = row.get("error") or f"KL {-row['calibration_agreement']:.4g}{top1}"
+        said = row.get("failure") or f"KL {-row['calibration_agreement']:.4g}{top1}"
         TerminalProgress(console, quiet=quiet).note(
             f"{done}/{total} {row['name']}: {said}; about {left} left"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lampq.sweep.asked import Trial, check, read_sweep
 from lampq.sweep.pool import Here, Pool, Processes
 from lampq.sweep.results import best, read_results
-from lampq.sweep.run import check_folder, run
+from lampq.sweep.schedule import check_folder, run
 
 __all__ = [
     "Here",

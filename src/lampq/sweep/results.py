@@ -26,7 +26,7 @@ SCORES = {
 Score = Literal["kl", "loss", "accuracy"]
 TEXT, REAL, WHOLE = "TEXT", "REAL", "INTEGER"
 COLUMNS: dict[str, str] = {
-    **{"trial": "TEXT PRIMARY KEY", "name": TEXT, "folder": TEXT, "status": TEXT, "error": TEXT},
+    **{"trial": "TEXT PRIMARY KEY", "name": TEXT, "folder": TEXT, "status": TEXT, "failure": TEXT},
     **{name: REAL if name == "crop_pct" else TEXT for name in INPUTS},
     **dict.fromkeys(OPTIONS, ""),
     **dict.fromkeys(SCORES.values(), REAL),
@@ -86,9 +86,9 @@ def finished_row(trial: Trial, report: Mapping[str, Any], folder: str) -> Row:
     }
 
 
-def failed_row(trial: Trial, error: str, traceback: str | None = None) -> Row:
+def failed_row(trial: Trial, failure: str, traceback: str | None = None) -> Row:
     """The row of a trial that came to no end."""
-    return {**_asked(trial), "status": "failed", "error": error, "traceback": traceback}
+    return {**_asked(trial), "status": "failed", "failure": failure, "traceback": traceback}
 
 
 class Results:
@@ -194,7 +194,7 @@ def cells(rows: Sequence[Row], varied: Sequence[str]) -> tuple[list[str], list[l
 
 def remarks(rows: Sequence[Row]) -> list[str]:
     """What went wrong, each with its trial."""
-    return [f"{row['name']} failed: {row['error']}" for row in rows if row["status"] == "failed"]
+    return [f"{row['name']} failed: {row['failure']}" for row in rows if row["status"] == "failed"]
 
 
 def results_csv(rows: Sequence[Row]) -> str:
