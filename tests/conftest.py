@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from PIL import Image
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from typer.testing import CliRunner
 
 import lampq.cli
+import lampq.inputs
 from lampq.calibrate import Stats, collect
 from lampq.cli import app
 from lampq.data import Samples
@@ -29,6 +32,21 @@ from lampq.quant.modules import LayerFit, SiteFit
 from lampq.types import BitPlan, LayerBits, ModelGraph
 
 CLASSES = 10
+# a trial of a second or two
+QUICK = """
+method = "minmax"
+metric = "fisher"
+bits = 4
+choices = [3, 4, 5]
+images = 24
+fit_images = 8
+metric_images = 8
+probe_images = 8
+trace_images = 4
+score_images = 8
+exchanges = 2
+patience = 1
+"""
 
 settings.register_profile("lampq", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("lampq")
@@ -60,9 +78,24 @@ def few_bundled(count: int) -> Iterator[None]:
     """The command sees only so many bundled pictures of each split."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            lampq.cli, "bundled_samples", lambda split: bundled_samples(split).subset(count, 0)
+            lampq.inputs, "bundled_samples", lambda split: bundled_samples(split).subset(count, 0)
         )
         yield
+
+
+def write_pictures(folder: Path, samples: Samples, count: int) -> Path:
+    """A data folder of some pictures, with labels.csv and images/."""
+    (folder / "images").mkdir(parents=True)
+    labels = samples.require_labels("a test")
+    with (folder / "labels.csv").open("w", newline="") as handle:
+        rows = csv.writer(handle)
+        rows.writerow(["file", "label"])
+        for i in range(count):
+            pixels = samples.images[i].permute(1, 2, 0).numpy()
+            mode = pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
+            Image.fromarray(mode).save(folder / "images" / f"{i}.png")
+            rows.writerow([f"{i}.png", int(labels[i])])
+    return folder
 
 
 def same_quantizer(one: Quantizer | None, other: Quantizer | None) -> bool:
@@ -169,3 +202,19 @@ def real() -> Path:
     if not weights.is_file():
         pytest.skip(f"no trained weights at {weights}; set LAMPQ_REAL to the folder that has them")
     return folder
+
+
+@pytest.fixture(scope="module")
+def quick_sweep(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes the TOML file of a sweep on twenty-four pictures, all trials quick."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for split in ("calib", "eval"):
+        write_pictures(folder / split, bundled_samples(split), 24)  # type: ignore[arg-type]
+
+    def write(text: str) -> Path:
+        path = folder / f"{len(list(folder.iterdir()))}.toml"
+        pictures = "".join(f'{split} = "{folder / split}"\n' for split in ("calib", "eval"))
+        path.write_text(f"{QUICK}{pictures}{text}")
+        return path
+
+    return write

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shutil
@@ -13,13 +12,13 @@ from typing import Any, TypeVar
 import pytest
 import timm
 import torch
-from conftest import Outcome, few_bundled
-from PIL import Image
+from conftest import Outcome, few_bundled, write_pictures
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import lampq
 import lampq.cli
+import lampq.inputs
 import lampq.typed
 from lampq.artifact.checkpoint import digest
 from lampq.cli import TerminalProgress
@@ -62,21 +61,7 @@ def report(finished: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data folder of thirty bundled pictures, with labels.csv and images/."""
-    return _write_pictures(tmp_path_factory.mktemp("pictures"), bundled_samples("eval"), 30)
-
-
-def _write_pictures(folder: Path, samples: Samples, count: int) -> Path:
-    (folder / "images").mkdir(parents=True)
-    labels = samples.require_labels("a test")
-    with (folder / "labels.csv").open("w", newline="") as handle:
-        rows = csv.writer(handle)
-        rows.writerow(["file", "label"])
-        for i in range(count):
-            pixels = samples.images[i].permute(1, 2, 0).numpy()
-            mode = pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
-            Image.fromarray(mode).save(folder / "images" / f"{i}.png")
-            rows.writerow([f"{i}.png", int(labels[i])])
-    return folder
+    return write_pictures(tmp_path_factory.mktemp("pictures"), bundled_samples("eval"), 30)
 
 
 def test_a_run_writes_its_files_and_nothing_else(finished: Path) -> None:
@@ -120,7 +105,7 @@ def test_the_report_scores_three_models(report: dict[str, Any]) -> None:
 
 
 def test_the_float_score_of_the_report_is_that_of_the_float_model(report: dict[str, Any]) -> None:
-    samples = lampq.cli.bundled_samples("eval")
+    samples = lampq.inputs.bundled_samples("eval")
     expected = top1(predict(load_model("fashion_vit").model, samples), samples.labels)
     assert report["scores"]["fp32"]["top1"] == pytest.approx(expected, abs=1e-9)
 
@@ -446,7 +431,7 @@ def _file(folder: Path, name: str, content: bytes | str) -> Path:
 
 def _pictures(folder: Path, table: bytes | str = "file,label\n0.png,1\n1.png,2\n") -> Path:
     samples = bundled_samples("eval")
-    _write_pictures(folder / "data", samples, 2)
+    write_pictures(folder / "data", samples, 2)
     _file(folder / "data", "labels.csv", table)
     return folder / "data"
 
@@ -631,7 +616,9 @@ def _overridden(quick: list[str], place: int, arguments: list[object]) -> bool:
 def test_a_wrong_option_is_told_before_a_picture_is_read(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(lampq.cli, "read_folder", lambda *_, **__: pytest.fail("pictures are read"))
+    monkeypatch.setattr(
+        lampq.inputs, "read_folder", lambda *_, **__: pytest.fail("pictures are read")
+    )
     build, message = QUANTIZE[name]
     arguments = [*build(tmp_path), "--calib", pictures, "--out", tmp_path / "run"]
     given = [a for i, a in enumerate(QUICK) if not _overridden(QUICK, i, arguments)]
@@ -728,7 +715,7 @@ def test_a_target_size_is_kept_by_the_file(tmp_path: Path) -> None:
 def test_a_timm_model_with_local_weights_goes_through_quantize_and_eval(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (6, 3, 160, 160), generator=generator, dtype=torch.uint8)
-    data = _write_pictures(
+    data = write_pictures(
         tmp_path / "data", Samples(images, torch.arange(6), (0.5,) * 3, (0.5,) * 3), 6
     )
     found = Outcome(

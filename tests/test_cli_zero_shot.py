@@ -13,6 +13,7 @@ from conftest import Outcome
 
 import lampq
 import lampq.cli
+import lampq.inputs
 from lampq.artifact.checkpoint import read_header
 from lampq.data import Samples
 from lampq.models import bundled_samples, load_model
@@ -34,7 +35,7 @@ def no_real_pictures() -> Iterator[None]:
         return bundled_samples(split).subset(60, 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lampq.cli, "bundled_samples", few)
+        patch.setattr(lampq.inputs, "bundled_samples", few)
         yield
 
 
@@ -221,7 +222,7 @@ def test_a_model_that_is_not_bundled_needs_pictures_or_zero_shot(
 ) -> None:
     loaded = load_model("fashion_vit")
     other = type(loaded)(loaded.model, type(loaded.source)("timm", "x", {}), loaded.preprocessing)
-    monkeypatch.setattr(lampq.cli, "load_model", lambda name, weights: other)
+    monkeypatch.setattr(lampq.inputs, "load_model", lambda name, weights: other)
     found = Outcome("quantize", "x", "--out", tmp_path / "run")
     assert found.code == 2
     assert "give --calib DIR, or quantize it with --zero-shot" in found.err

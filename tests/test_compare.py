@@ -5,7 +5,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from conftest import Case, Outcome, few_bundled
 from safetensors.torch import save_file
 
 import lampq.cli
-from lampq.compare import PLANS, make_trials, shared_options, sharing_key
+import lampq.inputs
+from lampq.compare import PLANS, make_trials
 from lampq.config import make_config
 from lampq.errors import BudgetError, ConfigError
 from lampq.evaluate import interval95, predict, top1
@@ -22,10 +23,11 @@ from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.methods.minmax import MinMax
 from lampq.metrics import METRICS, Evidence, Sensitivity
 from lampq.models import load_model
-from lampq.pipeline import behind_quantized, quantize
+from lampq.pipeline import quantize
 from lampq.progress import Journal
 from lampq.report.table import spread, table_csv, table_markdown
 from lampq.scoring import PlanScorer, Run
+from lampq.sharing import sharing_key
 from lampq.types import BitPlan, LayerBits
 
 COMMON = """
@@ -177,7 +179,7 @@ def test_no_layer_is_fitted_twice_unless_the_target_matters(
 
 def test_a_trial_that_shares_gives_what_it_gives_alone(finished: Path) -> None:
     trials = make_trials(tomllib.loads(COMMON), methods=("minmax",), plans=("lampq",), bits=(3,))
-    few = lampq.cli.bundled_samples
+    few = lampq.inputs.bundled_samples
     result = quantize(load_model("fashion_vit").model, few("calib"), config=trials[0].config)
     evaluation = few("eval")
     (row,) = (row for row in rows_of(finished) if trials[0].key.items() <= row.items())
@@ -269,7 +271,7 @@ def test_an_interrupted_comparison_goes_on_where_it_was(
 def test_a_bad_name_is_one_sentence_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(lampq.cli, "bundled_samples", lambda _: pytest.fail("pictures are read"))
+    monkeypatch.setattr(lampq.inputs, "bundled_samples", lambda _: pytest.fail("pictures are read"))
     code, out, err = invoke(*arguments, "--out", tmp_path / "run")
     assert (code, out) == (2, "")
     assert re.fullmatch(r"lampq: [^\n]+[^\n.]\n", err)
@@ -356,36 +358,6 @@ def test_the_uniform_plan_has_the_widest_choice_within_the_budget() -> None:
 def test_a_file_size_is_no_budget_of_a_comparison() -> None:
     with pytest.raises(ConfigError, match="leave target_size out"):
         make_trials({"target_size": 10**6})
-
-
-@pytest.mark.parametrize(
-    ("method", "option", "shared"),
-    [
-        ("adalog", {"gamma": 2.0}, True),
-        ("adalog", {"metric": "fisher"}, True),
-        ("adalog", {"bits": 3.0}, True),
-        ("adalog", {"fit_images": 7}, False),
-        ("adalog", {"search": "exhaustive"}, False),
-        ("adalog", {"fit_tokens": "uniform"}, False),
-        ("adalog", {"rotation": "none"}, False),
-        ("adalog", {"seed": 1}, False),
-        ("adalog", {"images": 8}, False),
-        ("adalog", {"method": "erq"}, False),
-        ("minmax", {"search": "exhaustive"}, True),
-        ("repq", {"bits": 3.0}, False),
-        ("repq", {"edge_bits": 4}, False),
-    ],
-)
-def test_trials_share_what_they_agree_on(method: str, option: dict[str, Any], shared: bool) -> None:
-    base = make_config({"method": method})
-    assert (sharing_key(base) == sharing_key(replace(base, **option))) == shared
-
-
-def test_inputs_behind_quantized_sites_depend_on_the_target() -> None:
-    assert behind_quantized(METHODS.get("repq"), make_config({}))
-    assert not behind_quantized(MinMax(), make_config({}))
-    quantized = make_config({"method": "minmax", "fit_inputs": "quantized"})
-    assert shared_options(quantized)["behind"][0] == "4/4"
 
 
 @pytest.mark.parametrize(

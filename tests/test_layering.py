@@ -31,6 +31,7 @@ ORDER = (
     "allocate",
     "refine",
     "models",
+    "inputs",
     "artifact",
     "runtime",
     "pieces",
@@ -40,7 +41,9 @@ ORDER = (
     "limits",
     "scoring",
     "finish",
+    "statistics",
     "pipeline",
+    "sharing",
     "report",
     "runfolder",
     "export",
@@ -48,6 +51,7 @@ ORDER = (
     "compare",
     "terminal",
     "typed",
+    "sweep",
     "cli",
 )
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))

@@ -16,28 +16,19 @@ from time import perf_counter
 from typing import Any
 
 from lampq.artifact.checkpoint import write_atomically
-from lampq.artifact.fits import FitFolder
 from lampq.artifact.states import StateFolder
 from lampq.config import RunConfig, make_config
 from lampq.data import Preprocessing, Samples
 from lampq.errors import ConfigError, LampqError
 from lampq.evaluate import interval95
 from lampq.limits import budget_of
-from lampq.methods import METHODS, FitCache
 from lampq.models import LoadedModel
-from lampq.pipeline import (
-    behind_quantized,
-    options_of,
-    packed,
-    prepare,
-    quantize,
-    site_widths,
-)
-from lampq.progress import Journal, Progress, append_line, read_lines
+from lampq.pipeline import packed, prepare, quantize
+from lampq.progress import Progress, append_line, read_lines
 from lampq.report import STAGES
 from lampq.report.table import Row, table_csv, table_json, table_markdown
 from lampq.runfolder import check_labels, fingerprint_of, open_work, score
-from lampq.scoring import Run
+from lampq.sharing import Shared, sharing_key
 
 RESULTS = "results.jsonl"
 PLAIN: dict[str, Any] = {"exchanges": 0, "fallback": "none"}
@@ -127,59 +118,6 @@ def _config(common: RunConfig, plan: str, settings: dict[str, Any]) -> RunConfig
     return replace(config, choices=(within[-1].weight,), act_choices=apart)
 
 
-def shared_options(config: RunConfig) -> dict[str, Any]:
-    """All that fits depend on: trials that agree on it share fits, statistics and measurements."""
-    factory = METHODS.get(config.method)
-    common = (
-        *("method", "seed", "images", "profile", "rotation"),
-        *("fit_images", "fit_tokens", "fit_inputs"),
-    )
-    found = {
-        **{name: getattr(config, name) for name in common},
-        "options": options_of(factory, config),
-    }
-    if behind_quantized(factory, config):
-        found["behind"] = [str(config.target), str(site_widths(config))]
-    return found
-
-
-def sharing_key(config: RunConfig) -> str:
-    """A name for that, the same if and only if it is the same."""
-    text = json.dumps(shared_options(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-class _Shared:
-    """Fits and measurements of trials: all on disk, those of the last sharing key in memory."""
-
-    def __init__(self, work: Path) -> None:
-        self.work = work
-        self._key = ""
-        self._journal = Journal()
-        self._fits: FitCache | None = None
-
-    def run(self, trial: Trial, progress: Progress, states: Path) -> Run:
-        """What goes on beside a trial, with what the trials before it left."""
-        key = sharing_key(trial.config)
-        folder = self.work / "shared" / key
-        if key != self._key:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._key, self._fits = key, None
-            self._journal = Journal(folder / "journal.jsonl")
-        return Run(
-            progress,
-            self._journal,
-            FitFolder(folder / "fits"),
-            states=StateFolder(states),
-            fits=self._kept,
-        )
-
-    def _kept(self, make: Callable[[], FitCache]) -> FitCache:
-        if self._fits is None:
-            self._fits = make()
-        return self._fits
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """All that one comparison works on.
@@ -232,7 +170,7 @@ def run(
     work = open_work(out, fingerprint_of(trials[0].config, what), resume=resume)
     check_labels(comparison.evaluation, comparison.loaded.model)
     rows: list[Row] = read_lines(out / RESULTS)
-    shared = _Shared(work)
+    shared = Shared(work / "shared")
 
     def finish(row: Row) -> None:
         append_line(out / RESULTS, row)
@@ -309,7 +247,7 @@ def _float_row(comparison: Comparison, progress: Progress) -> Row:
 
 
 def _trial_row(
-    comparison: Comparison, trial: Trial, shared: _Shared, states: Path, progress: Progress
+    comparison: Comparison, trial: Trial, shared: Shared, states: Path, progress: Progress
 ) -> Row:
     """The row of one trial; one with the sentence of the error if it fails."""
     start = perf_counter()
@@ -319,7 +257,7 @@ def _trial_row(
         check_labels(samples, loaded.model)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # they come back as notices
-            beside = shared.run(trial, progress, states)
+            beside = replace(shared.run(config, progress), states=StateFolder(states))
             result = quantize(loaded.model, samples, config=config, run=beside)
         name = f"scoring {trial.method} {trial.plan}"
         with progress.stage("evaluate"):

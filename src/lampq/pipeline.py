@@ -32,6 +32,7 @@ from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite, source_of
 from lampq.reconstruct import FINISHERS, Finisher
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
+from lampq.statistics import Deferred, through
 from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
 # fields of plug-ins that the configuration calls by the paper's letter or by stage
@@ -60,7 +61,8 @@ class Result:
         sensitivity: The costs of all widths; None where the plan was given.
         allocation: The plan before the exchanges; None where the plan was given.
         steps: The exchanges that were tried, in order.
-        calibration: Qualities on calibration images of ``fp32``, ``uniform`` and ``mixed``.
+        calibration: Qualities on calibration images of ``fp32``, ``uniform`` and ``mixed``, and
+            of the model after training where that was kept, ``reconstructed``.
         notices: What the user should know, in sentences.
         reconstruction: What training after the plan brought; None where there was none.
         start: The plan that the exchanges started from; None where none was tried.
@@ -285,6 +287,9 @@ def _quantize(
             final, reconstruction = reconstructed(
                 job.finisher, final, fits, plan, samples, config, run
             )
+            if reconstruction.kept:
+                answers = predict(final, scored)
+                calibration["reconstructed"] = Quality.of(answers, scorer.reference, scored.labels)
     return Result(
         final,
         plan,
@@ -308,12 +313,19 @@ def _fits(job: Prepared, samples: Samples, config: RunConfig, run: Run) -> FitCa
     """A cache of fits, empty yet, on what every site sees."""
     with run.progress.stage("collect"):
         graph = verify_norms(job.model, job.graph, samples.inputs(slice(0, 2)))
-        stats = _statistics(job, graph, samples.subset(config.fit_images, config.seed), config, run)
+
+    def made() -> Mapping[str, Stats]:
+        few = samples.subset(config.fit_images, config.seed)
+        sums = sums_of(graph, job.method)
+        with run.progress.stage("collect"):
+            collect_all = partial(_statistics, job, graph, few, config, run)
+            return through(run.statistics, graph, sums, collect_all)
+
     return FitCache(
         job.model,
         graph,
         job.method,
-        stats,
+        Deferred(made),
         site_widths(config),
         store=run.store,
         progress=run.progress,

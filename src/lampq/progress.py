@@ -54,8 +54,12 @@ class Progress:
         """Something worth telling a person who waits."""
 
 
-def read_lines(path: Path) -> list[Any]:
-    """The objects of a file with one JSON object a line; a last line cut short is taken off it."""
+def read_lines(path: Path, *, repair: bool = True) -> list[Any]:
+    """The objects of a file with one JSON object a line.
+
+    A last line cut short is taken off the file, or with ``repair=False`` only left out: another
+    process may be writing it.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -70,7 +74,8 @@ def read_lines(path: Path) -> list[Any]:
         if entry is not None:
             entries.append(entry)
             kept.append(line)
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    if repair:
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     return entries
 
 
@@ -85,13 +90,33 @@ class Journal:
 
     The same run, started again with the same journal, finds them and does not compute them again.
     A last line cut short by an interruption is dropped.
+
+    ``others`` are files that other processes write; they are read once. ``of_model`` is the journal
+    of what is measured on the float model alone, without any fit: more runs agree on that.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        others: Iterable[Path] = (),
+        of_model: Journal | None = None,
+    ) -> None:
         self.path = path
+        self._of_model = of_model
         self._known: dict[str, Any] = {}
+        for other in others:
+            self._read(read_lines(other, repair=False))
         if path is not None:
-            self._known = {entry["key"]: entry["value"] for entry in read_lines(path)}
+            self._read(read_lines(path))
+
+    def _read(self, entries: list[Any]) -> None:
+        self._known.update({entry["key"]: entry["value"] for entry in entries})
+
+    @property
+    def of_model(self) -> Journal:
+        """Where measurements of the float model alone go."""
+        return self if self._of_model is None else self._of_model
 
     def once(self, key: str, compute: Callable[[], T]) -> T:
         """The value of that key: remembered, or computed and written down (as JSON)."""

@@ -6,7 +6,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,15 @@ from lampq.report import (
 )
 from lampq.report.folder import files_of, write_page
 from lampq.report.histograms import histograms_json
-from lampq.scoring import Run
+from lampq.scoring import Run, widths_of
+from lampq.sharing import Shared
 from lampq.types import BitPlan, LayerBits
 from lampq.version import __version__
 
 WORK = ".lampq"
 STAMP = "run.json"
-# what says that a folder holds results, of quantize or of compare
-RESULTS = ("report.json", "results.jsonl")
+# what says that a folder holds results, of quantize, of compare or of sweep
+RESULTS = ("report.json", "results.jsonl", "sweep.sqlite")
 
 
 def read_plan(path: Path) -> dict[str, LayerBits]:
@@ -150,36 +151,66 @@ def _scored(
     return score(build(), samples, progress, label)
 
 
-def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[str, Any], Result]:
-    """Quantize, score and write the run folder; the best plan so far is always on disk."""
-    loaded, scored, settings = job.loaded, job.scored, job.settings
-    journal = Journal(work / "journal.jsonl")
+def _calibrated_on(job: Job) -> dict[str, Any]:
+    """The inputs that calibration depends on."""
+    names = ("model", "weights", "calib", "mean", "std", "crop_pct")
+    return {name: job.inputs.get(name) for name in names}
+
+
+def _beside(job: Job, work: Path, progress: Progress, shared: Shared | None) -> Run:
+    """Journal and stores of a run alone, or of one that shares with others."""
+    if shared is None:
+        return Run(progress, Journal(work / "journal.jsonl"), FitFolder(work / "fits"))
+    return shared.run(job.settings, progress, _calibrated_on(job))
+
+
+def _scores(
+    job: Job, result: Result, run: Run, shared: Shared | None
+) -> dict[str, dict[str, float]]:
+    """Accuracies of the float model, of the uniform one, and of the one in the file."""
+    if job.scored is None:
+        return {}
+    of_float = run.journal if shared is None else shared.evaluations(_calibrated_on(job))
+    own = widths_of(result.fits, result.plan)
+    models: dict[str, tuple[Callable[[], nn.Module], Journal, str]] = {
+        "fp32": (lambda: job.loaded.model, of_float, "fp32"),
+        "uniform": (result.uniform_model, run.journal, widths_of(result.fits, result.uniform)),
+        "mixed": (lambda: result.model, run.journal, own),
+    }
+    if result.reconstruction is not None:
+        models["before_reconstruction"] = (lambda: result.of_plan(result.plan), run.journal, own)
+        trained = f"{own} {json.dumps(job.settings.to_json())}"
+        models["mixed"] = (lambda: result.model, run.journal, trained)
+    scores = {}
+    with run.progress.stage("evaluate"):
+        for name, (model, journal, key) in models.items():
+            compute = partial(_scored, model, job.scored, run.progress, f"scoring {name}")
+            scores[name] = journal.once(f"evaluation {job.inputs.get('eval')} {key}", compute)
+    return scores
+
+
+def run_job(
+    job: Job, out: Path, work: Path, progress: Progress, shared: Shared | None = None
+) -> tuple[dict[str, Any], Result]:
+    """Quantize, score and write the run folder; the best plan so far is always on disk.
+
+    ``shared`` is what the job shares with others.
+    """
+    loaded, settings = job.loaded, job.settings
 
     def keep(plan: BitPlan, model: nn.Module) -> None:
         _dump(out / "plan.json", plan_json(plan))
         content = packed(model, loaded.source, plan, settings, job.how)
         write_atomically(out / "model.safetensors", content)
 
-    states = StateFolder(work / "states")
-    run = Run(progress, journal, FitFolder(work / "fits"), keep, states)
+    run = _beside(job, work, progress, shared)
+    run = replace(run, on_plan=keep, states=StateFolder(work / "states"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they come back as notices
         result = quantize(loaded.model, job.samples, config=settings, plan=job.layer_plan, run=run)
     for notice in result.notices:
         progress.note(f"note: {notice}")
-    scores: dict[str, dict[str, float]] = {}
-    if scored is not None:
-        models = {
-            "fp32": lambda: loaded.model,
-            "uniform": result.uniform_model,
-            "mixed": lambda: result.model,
-        }
-        if result.reconstruction is not None:
-            models["before_reconstruction"] = lambda: result.of_plan(result.plan)
-        with progress.stage("evaluate"):
-            for name, model in models.items():
-                compute = partial(_scored, model, scored, progress, f"scoring {name}")
-                scores[name] = journal.once(f"evaluation {name}", compute)
+    scores = _scores(job, result, run, shared)
     if result.sensitivity is not None:
         table, details = result.sensitivity.table, result.sensitivity.details
         _dump(out / "sensitivity.json", sensitivity_json(table, details))

@@ -27,6 +27,7 @@ class Run:
     """What goes on beside the computation: progress, journal, stored fits, best plan so far.
 
     ``fits`` is given how to make the cache of fits, and may give back that of an earlier run.
+    ``states`` keeps the tensors of an unfinished reconstruction, ``statistics`` what sites see.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -35,6 +36,7 @@ class Run:
     on_plan: Callable[[BitPlan, nn.Module], None] = lambda plan, model: None
     states: StateStore = field(default_factory=NoStore)
     fits: Callable[[Callable[[], FitCache]], FitCache] = lambda make: make()
+    statistics: StateStore = field(default_factory=NoStore)
 
 
 class PlanScorer:
@@ -53,7 +55,7 @@ class PlanScorer:
 
     def quality(self, plan: BitPlan) -> Quality:
         """How good the plan is on the samples."""
-        key = f"score {len(self.samples)} {_widths(self.fits, plan)}"
+        key = f"score {len(self.samples)} {widths_of(self.fits, plan)}"
         values = self.run.journal.once(key, lambda: self._measure(plan))
         return Quality(*values)
 
@@ -69,7 +71,7 @@ class PlanScorer:
         return [quality.accuracy, quality.likelihood, quality.agreement]
 
 
-def _widths(fits: FitCache, plan: BitPlan) -> str:
+def widths_of(fits: FitCache, plan: BitPlan) -> str:
     """The widths of all sites, those outside the plan too."""
     sites = fits.sites
     return f"{sites.edge} {sites.matmul} {sites.rest} {' '.join(map(str, plan.widths))}"
@@ -137,7 +139,7 @@ def improved(
     def errors(current: BitPlan) -> Mapping[str, float]:
         if config.exchange_error == "cumulative":
             few = samples.subset(config.fit_images, config.seed)
-            key = f"cumulative {len(few)} {_widths(scorer.fits, current)}"
+            key = f"cumulative {len(few)} {widths_of(scorer.fits, current)}"
             return run.journal.once(key, lambda: cumulative_errors(scorer.fits, current, few))
         return {name: error_at(name, bits) for name, bits in current.items()}
 

@@ -75,17 +75,18 @@ class TerminalProgress(Progress):
             self._said = now
             passed = now - start
             if total is None:
-                self.note(f"{label}: {done} done in {_minutes(passed)}")
+                self.note(f"{label}: {done} done in {minutes(passed)}")
             else:
                 left = passed / done * (total - done)
-                self.note(f"{label}: {done} of {total}, about {_minutes(left)} left")
+                self.note(f"{label}: {done} of {total}, about {minutes(left)} left")
 
     def note(self, message: str) -> None:
         if not self.quiet:
             self.console.print(message, highlight=False)
 
 
-def _minutes(seconds: float) -> str:
+def minutes(seconds: float) -> str:
+    """Seconds as minutes and seconds."""
     whole = round(seconds)
     return f"{whole // 60}:{whole % 60:02d}"
 
@@ -136,16 +137,16 @@ def print_comparison(table: Mapping[str, Any], out: Path) -> None:
     """The rows of a comparison, in the order they were asked for."""
     console = Console()
     title = f"{table['model']['name']}, preset {table['preset']}"
-    console.print(_narrow(title, COLUMNS, [cells(row) for row in table["rows"]]))
+    console.print(narrow_table(title, COLUMNS, [cells(row) for row in table["rows"]]))
     if table["seeds"]:
         rows = [spread_cells(row) for row in table["seeds"]]
-        console.print(_narrow("over seeds", SPREAD_COLUMNS, rows))
+        console.print(narrow_table("over seeds", SPREAD_COLUMNS, rows))
     for remark in remarks(table["rows"]):
         console.print(remark, highlight=False, markup=False)
     console.print(f"table {out / 'table.md'}", highlight=False, soft_wrap=True)
 
 
-def _narrow(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def narrow_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table without lines, empty columns and the column of a single seed: fits 80 characters."""
     table = Table(title=title, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     values = [{row[i] for row in rows} - {""} for i in range(len(columns))]

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Case, same_fit
+from conftest import Case, same_fit, same_quantizer
 
 from lampq.artifact.fits import FitFolder
 from lampq.methods import METHODS, FitCache, SiteWidths
-from lampq.quant.modules import LayerFit
-from lampq.types import LayerBits
+from lampq.quant.modules import LayerFit, MatmulFit, SumFit
+from lampq.quant.uniform import UniformQuantizer
+from lampq.types import LayerBits, LayerRole, SumSpec
 
 BITS = LayerBits(3, 4)
 
@@ -83,3 +84,27 @@ def test_stored_fits_are_used_instead_of_new_ones(
         vit.model, vit.graph, method, vit.stats, sites, store=FitFolder(tmp_path)
     ).layer("blocks.0.attn.qkv", BITS)
     assert same_fit(first, second)
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_product_comes_back_bit_for_bit(vit: Case, tmp_path: Path, method: str) -> None:
+    site = vit.graph.matmuls[1]
+    fit = METHODS.get(method)().fit_matmul(site, 3, 4, vit.stats[site.name])
+    store = FitFolder(tmp_path)
+    store.save_site(fit, (3, 4))
+    again = store.load_site(site, (3, 4))
+    assert isinstance(again, MatmulFit)
+    assert again.spec == site
+    for name in ("left", "right", "output"):
+        assert same_quantizer(getattr(again, name), getattr(fit, name))
+    assert store.load_site(site, (4, 3)) is None
+
+
+def test_a_sum_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    site = SumSpec("blocks.0.add1", LayerRole.PROJ, 0)
+    quantizer = UniformQuantizer(4, torch.tensor(0.1), torch.tensor(3.0))
+    store = FitFolder(tmp_path)
+    store.save_site(SumFit(site, quantizer), (4,))
+    again = store.load_site(site, (4,))
+    assert isinstance(again, SumFit)
+    assert same_quantizer(again.quantizer, quantizer)

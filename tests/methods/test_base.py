@@ -15,8 +15,8 @@ from lampq.methods.base import FitCache, LinearView, SiteWidths, layer_output
 from lampq.methods.minmax import MinMax
 from lampq.progress import Progress
 from lampq.quant.half import halved, is_half
-from lampq.quant.modules import LayerFit, MatmulFit, assemble, quantized_layer
-from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec
+from lampq.quant.modules import LayerFit, MatmulFit, SiteFit, assemble, quantized_layer
+from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec, SumSpec
 
 SITES = SiteWidths(LayerBits(8, 8), None)
 
@@ -44,12 +44,19 @@ class Drawer:
     """A store in memory."""
 
     kept: dict[tuple[str, LayerBits], LayerFit] = field(default_factory=dict)
+    sites: dict[tuple[str, tuple[int, ...]], SiteFit] = field(default_factory=dict)
 
     def load(self, spec: LayerSpec, bits: LayerBits) -> LayerFit | None:
         return self.kept.get((spec.name, bits))
 
     def save(self, fit: LayerFit) -> None:
         self.kept[fit.spec.name, fit.bits] = fit
+
+    def load_site(self, spec: MatmulSpec | SumSpec, widths: tuple[int, ...]) -> SiteFit | None:
+        return self.sites.get((spec.name, widths))
+
+    def save_site(self, fit: SiteFit, widths: tuple[int, ...]) -> None:
+        self.sites[fit.spec.name, widths] = fit
 
 
 def _mixed(case: Case, *, shift: int) -> BitPlan:

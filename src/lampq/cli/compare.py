@@ -12,10 +12,11 @@ import typer
 from rich.console import Console
 
 from lampq import compare
-from lampq.cli import app, calibration_samples, evaluation_samples, fail, guarded, load_float
+from lampq.cli import app, fail, guarded
 from lampq.config import make_config, read_toml
 from lampq.data import Samples
 from lampq.errors import ConfigError
+from lampq.inputs import calibration_samples, evaluation_samples, load_float
 from lampq.models import DEFAULT_MODEL
 from lampq.report.table import Row, cells
 from lampq.runfolder import check_out

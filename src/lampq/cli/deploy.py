@@ -14,20 +14,19 @@ from rich.console import Console
 from lampq import bench
 from lampq.artifact.checkpoint import Header, read_checkpoint, write_atomically
 from lampq.bench.chart import chart, require_matplotlib
-from lampq.cli import (
-    app,
-    calibration_samples,
-    evaluation_samples,
-    guarded,
-    load_alone,
-    load_float,
-    pictures,
-)
+from lampq.cli import app, guarded
 from lampq.cli.zero_shot import GivenPictures, Run, pictures_of_run
 from lampq.config import RunConfig, make_config
 from lampq.data import Samples, list_folder
 from lampq.errors import ConfigError
 from lampq.export import IMAGES, Export, check_runtimes, export_onnx, profile_of
+from lampq.inputs import (
+    calibration_samples,
+    evaluation_samples,
+    load_alone,
+    load_float,
+    pictures,
+)
 from lampq.models import preprocessing_of
 from lampq.pipeline import prepare
 from lampq.progress import Progress

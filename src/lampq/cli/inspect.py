@@ -11,11 +11,12 @@ from rich.console import Console
 
 from lampq.artifact.checkpoint import Header, read_checkpoint
 from lampq.artifact.onnx.file import read_onnx
-from lampq.cli import app, guarded, pictures
+from lampq.cli import app, guarded
 from lampq.data import list_folder
 from lampq.errors import ConfigError
 from lampq.evaluate import interval95
 from lampq.export import profile_of
+from lampq.inputs import pictures
 from lampq.models import preprocessing_of
 from lampq.report.folder import remake_page
 from lampq.runfolder import check_labels, score

@@ -10,16 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lampq.cli import (
-    app,
-    calibration_samples,
-    evaluation_samples,
-    guarded,
-    load_alone,
-    load_float,
-)
+from lampq.cli import app, guarded
 from lampq.cli.zero_shot import Run, calibration_source
 from lampq.config import RunConfig, make_config, read_toml
+from lampq.inputs import calibration_samples, evaluation_samples, load_alone, load_float
 from lampq.models import DEFAULT_MODEL
 from lampq.pipeline import prepare
 from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan, run_job

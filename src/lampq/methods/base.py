@@ -91,6 +91,14 @@ class FitStore(Protocol):
         """Store a fit."""
         ...
 
+    def load_site(self, spec: MatmulSpec | SumSpec, widths: tuple[int, ...]) -> SiteFit | None:
+        """The stored fit of an attention product or a sum, if there is one."""
+        ...
+
+    def save_site(self, fit: SiteFit, widths: tuple[int, ...]) -> None:
+        """Store the fit of an attention product or a sum."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SiteWidths:
@@ -129,7 +137,8 @@ class FitCache:
     """Fits of a method by layer and width, each computed at most once.
 
     Fits are independent of each other: they are computed side by side, each on one thread, so that
-    the result does not depend on how many there are.
+    the result does not depend on how many there are. The statistics are looked at only where a fit
+    is in no store.
     """
 
     def __init__(
@@ -166,9 +175,6 @@ class FitCache:
     def _fit(self, key: tuple[str, LayerBits]) -> LayerFit:
         name, bits = key
         spec = self.graph.layer(name)
-        known = None if self._store is None else self._store.load(spec, bits)
-        if known is not None:
-            return known
         stats = self._stats[name]
         assert isinstance(stats, LayerStats), "layers have layer statistics"
         with torch.no_grad():
@@ -179,11 +185,40 @@ class FitCache:
 
     def _fit_matmul(self, key: tuple[str, int, int]) -> MatmulFit:
         name, left_bits, right_bits = key
-        site = next(site for site in self.graph.matmuls if site.name == name)
         stats = self._stats[name]
         assert isinstance(stats, MatmulStats), "matmuls have matmul statistics"
         with torch.no_grad():
-            return self._method.fit_matmul(site, left_bits, right_bits, stats)
+            fit = self._method.fit_matmul(self._site(name), left_bits, right_bits, stats)
+        if self._store is not None:
+            self._store.save_site(fit, (left_bits, right_bits))
+        return fit
+
+    def _site(self, name: str) -> MatmulSpec:
+        return next(site for site in self.graph.matmuls if site.name == name)
+
+    def _from_store(
+        self, layers: list[tuple[str, LayerBits]], matmuls: list[tuple[str, int, int]]
+    ) -> None:
+        """Take what the store has of these."""
+        if self._store is None:
+            return
+        for name, bits in layers:
+            fit = self._store.load(self.graph.layer(name), bits)
+            if fit is not None:
+                self._fits[name, bits] = fit
+        for name, left, right in matmuls:
+            site = self._store.load_site(self._site(name), (left, right))
+            if isinstance(site, MatmulFit):
+                self._matmuls[name, left, right] = site
+
+    def _missing(
+        self, layers: Iterable[tuple[str, LayerBits]], matmuls: Iterable[tuple[str, int, int]]
+    ) -> tuple[list[tuple[str, LayerBits]], list[tuple[str, int, int]]]:
+        """Those that are not here, each once."""
+        return (
+            [key for key in dict.fromkeys(layers) if key not in self._fits],
+            [key for key in dict.fromkeys(matmuls) if key not in self._matmuls],
+        )
 
     def prefetch(
         self,
@@ -191,11 +226,16 @@ class FitCache:
         matmuls: Iterable[tuple[str, int, int]] = (),
     ) -> None:
         """Compute the fits that are not there yet."""
-        new_layers = [key for key in dict.fromkeys(layers) if key not in self._fits]
-        new_matmuls = [key for key in dict.fromkeys(matmuls) if key not in self._matmuls]
+        wanted = self._missing(layers, matmuls)
+        if not any(wanted):
+            return
+        with self._progress.stage("fit"):
+            self._from_store(*wanted)
+        new_layers, new_matmuls = self._missing(*wanted)
         total = len(new_layers) + len(new_matmuls)
         if not total:
             return
+        self._stats.get("")  # statistics that wait to be asked for are not made on many threads
         threads = torch.get_num_threads()
         pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
         with self._progress.stage("fit"):
@@ -228,10 +268,15 @@ class FitCache:
         """The fit of one residual sum, for methods that have them."""
         key = (site.name, bits)
         if key not in self._sums:
-            stats, method = self._stats[site.name], self._method
-            assert isinstance(stats, LayerStats), "sums have layer statistics"
-            assert isinstance(method, SumMethod), "only asked of these"
-            self._sums[key] = method.fit_sum(site, bits, stats)
+            known = None if self._store is None else self._store.load_site(site, (bits,))
+            if not isinstance(known, SumFit):
+                stats, method = self._stats[site.name], self._method
+                assert isinstance(stats, LayerStats), "sums have layer statistics"
+                assert isinstance(method, SumMethod), "only asked of these"
+                known = method.fit_sum(site, bits, stats)
+                if self._store is not None:
+                    self._store.save_site(known, (bits,))
+            self._sums[key] = known
         return self._sums[key]
 
     def of_plan(self, plan: BitPlan) -> tuple[list[LayerFit], list[SiteFit]]:

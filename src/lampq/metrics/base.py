@@ -25,7 +25,8 @@ class Evidence:
         samples: The calibration images.
         seed: The seed of every draw.
         progress: Loops go through ``progress.track``.
-        journal: Long work goes through ``journal.once``.
+        journal: Long work goes through ``journal.once``, and through ``journal.of_model.once``
+            where it looks at no fit.
     """
 
     model: nn.Module

@@ -213,7 +213,7 @@ class TypeAwareFisher:
         layers = evidence.graph.allocatable
         samples = evidence.samples.subset(self.images, evidence.seed)
         batches = -(-len(samples) // 16)
-        traces = evidence.journal.once(
+        traces = evidence.journal.of_model.once(
             f"fisher traces {len(samples)} {self.labels}",
             lambda: dict(
                 fisher_traces(

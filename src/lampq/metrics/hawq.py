@@ -136,7 +136,8 @@ class Hawq:
         key = f"{self.hessian} traces {len(samples)} {self.labels}"
         if self.hessian == "hutchinson":
             key += f" {self.draws}"
-        traces = positive(evidence.journal.once(key, lambda: self._traces(evidence, samples)))
+        journal = evidence.journal.of_model
+        traces = positive(journal.once(key, lambda: self._traces(evidence, samples)))
         details: dict[str, Any] = {"hessian": self.hessian, "trace": traces}
         cost = np.zeros((len(layers), len(choices)))
         for row, layer in enumerate(layers):
@@ -145,7 +146,7 @@ class Hawq:
                 change = weight_change(evidence.fits.layer(layer.name, bits), weight)
                 cost[row, column] = traces[layer.name] / layer.n_params * change
         if separate(choices):
-            inner = evidence.journal.once(
+            inner = journal.once(
                 f"input traces {self.images} {self.labels}", lambda: self._input_traces(evidence)
             )
             details["input_trace"] = inner

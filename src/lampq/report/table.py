@@ -102,7 +102,8 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _lines(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
     head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return [*head, *(f"| {' | '.join(row)} |" for row in rows)]
 
@@ -112,11 +113,11 @@ def table_markdown(table: Mapping[str, Any]) -> str:
     rows = table["rows"]
     images = next((f" on {row['images']} images" for row in rows if "images" in row), "")
     lines = [f"# {table['model']['name']}, preset {table['preset']}: top-1{images}", ""]
-    lines += _lines(COLUMNS, [cells(row) for row in rows])
+    lines += markdown_table(COLUMNS, [cells(row) for row in rows])
     lines += ["", "Seconds are those of the trial itself: what earlier trials left is not counted."]
     if table["seeds"]:
         lines += ["", "## Over seeds", ""]
-        lines += _lines(SPREAD_COLUMNS, [spread_cells(row) for row in table["seeds"]])
+        lines += markdown_table(SPREAD_COLUMNS, [spread_cells(row) for row in table["seeds"]])
     noted = remarks(rows)
     if noted:
         lines += ["", "## Notes", "", *(f"- {note}" for note in noted)]
