@@ -46,6 +46,7 @@ ORDER = (
     "export",
     "bench",
     "compare",
+    "reproduce",
     "terminal",
     "typed",
     "cli",

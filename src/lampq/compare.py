@@ -26,6 +26,7 @@ from lampq.limits import budget_of
 from lampq.methods import METHODS, FitCache
 from lampq.models import LoadedModel
 from lampq.pipeline import (
+    Result,
     behind_quantized,
     options_of,
     packed,
@@ -45,6 +46,7 @@ METRIC_PLANS = ("nuclear", "hawq", "recon", "loss", "kl", "fisher", "output")
 # how the widths of a trial are found: what each name changes in the common options
 PLANS: dict[str, dict[str, Any]] = {
     "uniform": {"metric": "recon", "allocator": "uniform", **PLAIN},
+    "uniform+exchanges": {"metric": "recon", "allocator": "uniform"},
     "random": {"metric": "recon", "allocator": "random", **PLAIN},
     "vtptq": {"metric": "nuclear", "allocator": "vtptq", **PLAIN},
     **{name: {"metric": name, "allocator": "ilp", **PLAIN} for name in METRIC_PLANS},
@@ -149,7 +151,7 @@ def sharing_key(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-class _Shared:
+class Shared:
     """Fits and measurements of trials: all on disk, those of the last sharing key in memory."""
 
     def __init__(self, work: Path) -> None:
@@ -158,9 +160,9 @@ class _Shared:
         self._journal = Journal()
         self._fits: FitCache | None = None
 
-    def run(self, trial: Trial, progress: Progress, states: Path) -> Run:
+    def run(self, config: RunConfig, progress: Progress, states: Path) -> Run:
         """What goes on beside a trial, with what the trials before it left."""
-        key = sharing_key(trial.config)
+        key = sharing_key(config)
         folder = self.work / "shared" / key
         if key != self._key:
             folder.mkdir(parents=True, exist_ok=True)
@@ -232,7 +234,7 @@ def run(
     work = open_work(out, fingerprint_of(trials[0].config, what), resume=resume)
     check_labels(comparison.evaluation, comparison.loaded.model)
     rows: list[Row] = read_lines(out / RESULTS)
-    shared = _Shared(work)
+    shared = Shared(work)
 
     def finish(row: Row) -> None:
         append_line(out / RESULTS, row)
@@ -243,7 +245,7 @@ def run(
     if not rows:
         finish(_float_row(comparison, progress()))
     finished = [{name: row[name] for name in trials[0].key} for row in rows]
-    for trial in _by_sharing(trials):
+    for trial in by_sharing(trials):
         if trial.key in finished:
             continue
         states = work / "states" / hashlib.sha256(json.dumps(trial.key).encode()).hexdigest()[:24]
@@ -254,7 +256,7 @@ def run(
     return table
 
 
-def _by_sharing(trials: Sequence[Trial]) -> list[Trial]:
+def by_sharing(trials: Sequence[Trial]) -> list[Trial]:
     """The trials with those that share next to each other, else in their order; seed by seed."""
     keys = [sharing_key(trial.config) for trial in trials]
     seeds = [trial.seed for trial in trials]
@@ -297,7 +299,7 @@ def _float_row(comparison: Comparison, progress: Progress) -> Row:
         "bits": 32.0,
         "seed": None,
         "reconstruct": None,
-        **_accuracy(found),
+        **accuracy(found),
         "mean_weight_bits": 32.0,
         "mean_activation_bits": 32.0,
         "file_bytes": size,
@@ -308,19 +310,23 @@ def _float_row(comparison: Comparison, progress: Progress) -> Row:
     }
 
 
+def quantized(loaded: LoadedModel, samples: Samples, config: RunConfig, run: Run) -> Result:
+    """The result of one trial; what it warns of is in its notices."""
+    check_labels(samples, loaded.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return quantize(loaded.model, samples, config=config, run=run)
+
+
 def _trial_row(
-    comparison: Comparison, trial: Trial, shared: _Shared, states: Path, progress: Progress
+    comparison: Comparison, trial: Trial, shared: Shared, states: Path, progress: Progress
 ) -> Row:
     """The row of one trial; one with the sentence of the error if it fails."""
     start = perf_counter()
     loaded, config = comparison.loaded, trial.config
     try:
         samples = comparison.calibration(trial.seed)
-        check_labels(samples, loaded.model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # they come back as notices
-            beside = shared.run(trial, progress, states)
-            result = quantize(loaded.model, samples, config=config, run=beside)
+        result = quantized(loaded, samples, config, shared.run(config, progress, states))
         name = f"scoring {trial.method} {trial.plan}"
         with progress.stage("evaluate"):
             found = score(result.model, comparison.evaluation, progress, name)
@@ -329,7 +335,7 @@ def _trial_row(
     size = len(packed(result.model, loaded.source, result.plan, config, comparison.how))
     return {
         **trial.key,
-        **_accuracy(found),
+        **accuracy(found),
         "mean_weight_bits": result.plan.mean_weight_bits,
         "mean_activation_bits": result.plan.mean_activation_bits,
         "file_bytes": size,
@@ -340,7 +346,8 @@ def _trial_row(
     }
 
 
-def _accuracy(found: Mapping[str, float]) -> Row:
+def accuracy(found: Mapping[str, float]) -> Row:
+    """A score with its 95 % interval."""
     images = int(found["images"])
     return {
         "top1": found["top1"],

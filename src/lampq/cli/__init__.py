@@ -101,7 +101,7 @@ def main() -> None:
 
 
 # the commands register themselves with the app above, in the order of its help
-from lampq.cli import quantize, compare, synthesize, inspect, deploy  # noqa: E402, I001
+from lampq.cli import quantize, compare, reproduce, synthesize, inspect, deploy  # noqa: E402, I001
 
 
 @app.command("version")
@@ -118,5 +118,6 @@ __all__ = [
     "inspect",
     "main",
     "quantize",
+    "reproduce",
     "synthesize",
 ]
