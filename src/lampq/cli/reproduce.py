@@ -238,10 +238,7 @@ def _one_model(
     for part in parts:
         finished(part, place.out, asked)
     loaded = load_alone(model, weights)
-    found = _run(parts, loaded, weights, place, asked, command)
-    for part, one in zip(parts, found, strict=True):
-        _write(part, [one], place)
-    return found
+    return _run(parts, loaded, weights, place, asked, command)
 
 
 def _run(
@@ -252,6 +249,7 @@ def _run(
     asked: Asked,
     command: str,
 ) -> list[Found]:
+    """What the parts find on a loaded model; their files are written as each is done."""
     inputs = {
         "model": loaded.source.name,
         "weights": str(weights),
@@ -270,6 +268,7 @@ def _run(
         one, new = compute(part, own, place.out, inputs, _named(command, part))
         state = f"done in {one['seconds']:.0f} s" if new else "was finished before"
         place.progress().note(f"{number}/{len(parts)} {part.name}: {state}")
+        _write(part, [one], place)
         found.append(one)
     return found
 
@@ -320,7 +319,4 @@ def _checkpoint(
 ) -> list[Found]:
     """The parts of one model of the paper, in a folder of its own."""
     own = replace(place, out=place.out / one.label)
-    found = _run(parts, load_alone(one.name, one.path), one.path, own, asked, command)
-    for part, each in zip(parts, found, strict=True):
-        _write(part, [each], own)
-    return found
+    return _run(parts, load_alone(one.name, one.path), one.path, own, asked, command)

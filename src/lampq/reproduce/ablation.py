@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from lampq.reproduce.lab import Lab
-from lampq.reproduce.part import Found, Part
+from lampq.reproduce.part import Found, Part, base_of
 from lampq.reproduce.published import ABLATION
 from lampq.reproduce.scores import Method, draw_scores, float_row, measured, wanted
 from lampq.reproduce.table import Column, Table
 
 METHODS = (
-    Method("base", "Base: AdaLog", "uniform", {}),
+    Method("base", "Base", "uniform", {}),
     Method("vtptq", "Base + VT-PTQ", "vtptq", {}, mixed=True),
     Method("i1+i2", "Base + I1 + I2", "fisher", {}, mixed=True),
     Method("i1+i3", "Base + I1 + I3", "uniform+exchanges", {}, mixed=True),
@@ -68,7 +68,7 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
         *(Column(name) for name in ("top-1 [%]", "95 %", "on calibration images", "exchanges")),
         *([Column("published")] if known else []),
     )
-    notes = (*NOTES, f"The float model has {whole['top1']:.2f} %.")
+    notes = (*NOTES, f"The base is `{base_of(one)}`. The float model has {whole['top1']:.2f} %.")
     return (Table("ablation", "The ideas of LampQ one by one.", columns, body, (), notes),)
 
 

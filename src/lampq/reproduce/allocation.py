@@ -74,7 +74,7 @@ def draw(figure: Any, found: Sequence[Found]) -> None:
         for y, line in enumerate(grid):
             for x, width in enumerate(line):
                 if width == width:  # a role that the block does not have is not a number
-                    dark = width < (low + high) / 2
+                    dark = width <= (low + high) / 2
                     panel.text(
                         x,
                         y,
@@ -86,8 +86,12 @@ def draw(figure: Any, found: Sequence[Found]) -> None:
                     )
         panel.set_yticks(range(len(ROLES)), ROLES)
         panel.set_xticks(range(len(rows)), list(rows))
+        panel.set_xticks([x + 0.5 for x in range(len(rows) - 1)], minor=True)
+        panel.set_yticks([y + 0.5 for y in range(len(ROLES) - 1)], minor=True)
+        panel.set_axisbelow(False)
         panel.grid(visible=False)
-        panel.tick_params(length=0)
+        panel.grid(which="minor", color="white", linewidth=1.5)
+        panel.tick_params(which="both", length=0)
         panel.set_title(f"{name}: mean {result['means'][name]:.3g} bits", loc="left")
     panels[-1].set_xlabel("block")
     bar = figure.colorbar(shades, ax=list(panels), ticks=range(low, high + 1), shrink=0.8)

@@ -97,6 +97,6 @@ PART = Part(
     compute=compute,
     tables=tables,
     draw=draw,
-    size=(8.8, 2.9),
+    size=(9.4, 2.9),
     scored=False,
 )

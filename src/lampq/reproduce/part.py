@@ -13,6 +13,11 @@ from lampq.reproduce.table import Table
 Found = dict[str, Any]
 
 
+def base_of(found: Found) -> str:
+    """The base method of what was found."""
+    return str(found["asked"]["options"].get("method") or "adalog")
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One table or figure of the paper.

@@ -47,7 +47,7 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
     )
     whole = result["whole"]
     notes = (
-        f"With no layer at {result['bits']} bit the float model has {whole['float']:.2f} %, the one "
+        f"With no layer at {result['bits']} bit the float model has {whole['float']:.2f} %, that "
         f"with its first block at {FIRST_BITS} bits {whole['first block at 2 bits']:.2f} %. "
         "Attention products stay in float in both.",
     )

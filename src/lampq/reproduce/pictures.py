@@ -65,7 +65,7 @@ def render(draw: Any, found: Sequence[Any], size: tuple[float, float]) -> dict[s
             stream = io.BytesIO()
             # no date: the same numbers give the same file
             about = {"png": None, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[form]
-            figure.savefig(stream, format=form, dpi=120, metadata=about)
+            figure.savefig(stream, format=form, dpi=110, metadata=about)
             pictures[form] = stream.getvalue()
     return pictures
 
@@ -93,4 +93,12 @@ def whole_ticks(axis: Any) -> None:
 
 def legend_above(panel: Any, columns: int) -> None:
     """The names of the lines above the panel, where they hide nothing."""
-    panel.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2)
+    panel.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=columns,
+        borderaxespad=0.2,
+        columnspacing=0.9,
+        handlelength=1.6,
+        handletextpad=0.4,
+    )

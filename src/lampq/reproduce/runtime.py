@@ -14,14 +14,14 @@ import torch
 from lampq.compare import Trial, check, quantized
 from lampq.evaluate import predict
 from lampq.reproduce.lab import Lab, Row
-from lampq.reproduce.part import Found, Part
+from lampq.reproduce.part import Found, Part, base_of
 from lampq.reproduce.pictures import BLACK, BLUE, GREY, ORANGE
 from lampq.reproduce.published import RUNTIME
 from lampq.reproduce.table import Cell, Column, Table
 from lampq.scoring import Run
 
 METHODS = {
-    "adalog": ("AdaLog", "uniform"),
+    "base": ("Base", "uniform"),
     "vtptq": ("VT-PTQ", "vtptq"),
     "lampq": ("LampQ", "lampq"),
 }
@@ -31,8 +31,8 @@ NOTES = (
     "is not part of it. Ratios are of processor time, which other work on the machine hardly "
     "changes.",
     "VT-PTQ in the paper quantizes and tests every configuration it draws; its published time "
-    "amounts to 519 runs of AdaLog. lampq measures each module once at every width and sums. The "
-    "row 'VT-PTQ, every configuration quantized' is calculated: configurations times AdaLog.",
+    "amounts to 519 runs of AdaLog. lampq measures each module once at every width and adds up. "
+    "The row 'VT-PTQ, every configuration quantized' is calculated: configurations times the base.",
 )
 
 
@@ -78,7 +78,7 @@ def _published(label: str) -> dict[str, float]:
     if label not in RUNTIME:
         return {}
     base, whole, ours = RUNTIME[label]
-    return {"adalog": base, WHOLE: whole, "lampq": ours}
+    return {"base": base, WHOLE: whole, "lampq": ours}
 
 
 def _ratios(one: Found) -> list[tuple[str, str, float | None, float, float]]:
@@ -111,16 +111,17 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
                     wall,
                     cpu,
                     ratio,
-                    *([theirs, theirs / printed["adalog"] if theirs else None] if known else []),
+                    *([theirs, theirs / printed["base"] if theirs else None] if known else []),
                 )
             )
     columns = (
         *(Column(name) for name in ("model", "method", "W/A")),
-        *(Column(name, "", ".1f") for name in ("seconds", "processor seconds", "x AdaLog")),
-        *([Column("seconds", "published", ".1f"), Column("x AdaLog", "published", ".1f")] * known),
+        *(Column(name, "", ".1f") for name in ("seconds", "processor seconds", "x base")),
+        *([Column("seconds", "published", ".1f"), Column("x base", "published", ".1f")] * known),
     )
     threads = found[0]["result"]["threads"]
-    notes = (*NOTES, f"{threads} thread{'s' if threads > 1 else ''}, {found[0]['processor']}.")
+    how = f"{threads} thread{'s' if threads > 1 else ''}, {found[0]['processor']}"
+    notes = (*NOTES, f"The base is `{base_of(found[0])}`. {how}.")
     caption = "Time to quantize, from nothing to the model."
     return (Table("runtime", caption, columns, tuple(rows), tuple(rules), notes),)
 
@@ -145,15 +146,16 @@ def draw(figure: Any, found: Sequence[Found]) -> None:
         panel.grid(axis="y", visible=False)
         panel.set_xscale("log")
         panel.set_xlim(0.7, 4 * max(values))
+        panel.xaxis.set_major_formatter("{x:g}")
         panel.axvline(1, color=BLACK, linewidth=0.8)
         panel.set_title(f"{one['label']}, {one['result']['at']} bits", loc="left")
-    panels[-1].set_xlabel("processor time in multiples of uniform AdaLog")
+    panels[-1].set_xlabel("processor time in multiples of the base method")
 
 
 PART = Part(
     name="runtime",
     place="Table 10",
-    title="time of AdaLog, VT-PTQ's allocation and LampQ",
+    title="time of the base method, VT-PTQ's allocation and LampQ",
     models=("ViT-S", "DeiT-S", "Swin-S"),
     compute=compute,
     tables=tables,

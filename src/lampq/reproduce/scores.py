@@ -182,15 +182,19 @@ def draw_scores(
                 panel.scatter(x, y, marker="D", s=22, color="white", edgecolor=BLACK, zorder=3)
             if whole is not None:
                 panel.axvline(whole, color=BLACK, linewidth=1, linestyle="--")
-                panel.text(whole, -0.75, "float ", ha="right", va="center", fontsize=8)
-            panel.set_title(f"{one['label']}, {at} bits", loc="left", pad=12)
+            panel.set_title(f"{one['label']}, {at} bits; dashed: float", loc="left")
             panel.set_xlabel(measure.title)
-            panel.set_xlim(0, 1.12 * max([row[measure.key] for row in rows], default=1.0))
+            most = max((row[measure.key] + _interval(row, measure) for row in rows), default=0.0)
+            panel.set_xlim(0, 1.2 * most or 1.0)
+
+
+def _interval(row: Row, measure: Measure) -> float:
+    return float(row[measure.interval]) if measure.interval else 0.0
 
 
 def _bars(panel: Any, rows: Sequence[Row], measure: Measure) -> None:
     values = [row[measure.key] for row in rows]
-    spread = [row[measure.interval] if measure.interval else 0.0 for row in rows]
+    spread = [_interval(row, measure) for row in rows]
     colours = [
         BLUE if row["key"] == "lampq" else ORANGE if row.get("mixed") else GREY for row in rows
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lampq.reproduce.lab import Lab
-from lampq.reproduce.part import Found, Part
+from lampq.reproduce.part import Found, Part, base_of
 from lampq.reproduce.pictures import (
     BLACK,
     MODULE_STYLE,
@@ -51,8 +51,8 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
     )
     notes = (
         f"The float model has {result['float']:.2f} % on these images. The component is at "
-        f"{result['bits']} bit for weights and inputs, fitted as AdaLog does; all other layers and "
-        "the attention products stay in float.",
+        f"{result['bits']} bit for weights and inputs, fitted by `{base_of(one)}`; all else is in "
+        "float, the attention products too.",
     )
     caption = f"Top-1 accuracy in percent with one component at {result['bits']} bit."
     return (Table("sensitivity", caption, columns, rows, (), notes),)
