@@ -312,7 +312,6 @@ def _float_row(comparison: Comparison, progress: Progress) -> Row:
 
 def quantized(loaded: LoadedModel, samples: Samples, config: RunConfig, run: Run) -> Result:
     """The result of one trial; what it warns of is in its notices."""
-    check_labels(samples, loaded.model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return quantize(loaded.model, samples, config=config, run=run)
@@ -326,6 +325,7 @@ def _trial_row(
     loaded, config = comparison.loaded, trial.config
     try:
         samples = comparison.calibration(trial.seed)
+        check_labels(samples, loaded.model)
         result = quantized(loaded, samples, config, shared.run(config, progress, states))
         name = f"scoring {trial.method} {trial.plan}"
         with progress.stage("evaluate"):

@@ -21,7 +21,7 @@ from lampq.errors import ConfigError
 from lampq.models import BUNDLED, DEFAULT_MODEL, LoadedModel
 from lampq.progress import Progress
 from lampq.reproduce import ALL, PARTS, named
-from lampq.reproduce.folder import compute, finished, open_folder, write
+from lampq.reproduce.folder import check_asked, compute, finished, open_folder, write
 from lampq.reproduce.full import Checkpoint, checkpoints, needs_table, runnable
 from lampq.reproduce.lab import Asked, Lab
 from lampq.reproduce.part import Found, Part
@@ -30,8 +30,9 @@ from lampq.runfolder import check_labels
 from lampq.terminal import TerminalProgress, print_tables
 from lampq.typed import names, numbers, preprocessing_with
 
-# the whole of it on the bundled model takes some minutes
-QUICK: dict[str, int] = {"images": 256, "iterations": 40}
+# the whole of it on the bundled model takes some minutes; probes at two bits would not hurt it, and
+# without harm there are no factors of the types
+QUICK: dict[str, int] = {"images": 256, "iterations": 40, "beta": 1}
 QUICK_EVAL, QUICK_STEPS = 1000, 100
 # literally the paper: it has no way back to the uniform plan
 PAPER: dict[str, Any] = {"preset": "paper", "fallback": "none", "seed": 0}
@@ -126,6 +127,8 @@ def reproduce_command(
         progress=lambda: TerminalProgress(console, quiet=quiet or as_json),
         tell=not (quiet or as_json),
     )
+    for part in parts:
+        check_asked(part, asked)
     command = _command(name, model, weights, place, asked, quick)
     try:
         if full:
@@ -143,7 +146,7 @@ def reproduce_command(
         print("lampq: interrupted; the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps({"results": found}, indent=2))
 
 
 def _positive(value: int | None, name: str) -> int | None:
@@ -197,7 +200,9 @@ def _lab(
     @lru_cache(maxsize=1)
     def calibration(seed: int) -> Samples:
         count = int(asked.options["images"])
-        return calibration_samples(place.calib, how, count, seed, place.progress())
+        samples = calibration_samples(place.calib, how, count, seed, place.progress())
+        check_labels(samples, loaded.model)
+        return samples
 
     return Lab.open(
         work,

@@ -8,7 +8,7 @@ from functools import partial
 from lampq.reproduce.lab import Lab
 from lampq.reproduce.part import Found, Part, base_of
 from lampq.reproduce.published import ABLATION
-from lampq.reproduce.scores import Method, draw_scores, float_row, measured, wanted
+from lampq.reproduce.scores import Method, draw_scores, float_row, measured, remarks, wanted
 from lampq.reproduce.table import Column, Table
 
 METHODS = (
@@ -68,7 +68,8 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
         *(Column(name) for name in ("top-1 [%]", "95 %", "on calibration images", "exchanges")),
         *([Column("published")] if known else []),
     )
-    notes = (*NOTES, f"The base is `{base_of(one)}`. The float model has {whole['top1']:.2f} %.")
+    about = f"The base is `{base_of(one)}`. The float model has {whole['top1']:.2f} %."
+    notes = (*NOTES, about, *remarks(found))
     return (Table("ablation", "The ideas of LampQ one by one.", columns, body, (), notes),)
 
 
@@ -81,4 +82,5 @@ PART = Part(
     tables=tables,
     draw=partial(draw_scores, published=ABLATION),
     size=(5.4, 2.6),
+    rows=tuple(IDEAS),
 )

@@ -63,5 +63,6 @@ PART = Part(
     tables=tables,
     draw=partial(draw_scores, published=CLASSIFICATION),
     size=(7.6, 3.4),
+    rows=tuple(method.key for method in METHODS),
     joined=True,
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from lampq.artifact.checkpoint import write_atomically
 from lampq.bench import processor
+from lampq.config import make_config
 from lampq.errors import ConfigError, FormatError
 from lampq.report import versions
 from lampq.reproduce.lab import Asked, Lab
@@ -22,6 +23,16 @@ from lampq.version import __version__
 
 VERSION = 1
 COMMENT = "% needs \\usepackage{booktabs}\n"
+
+
+def check_asked(part: Part, asked: Asked) -> None:
+    """Raise if the part has no such rows, or no run such options."""
+    for row in asked.rows:
+        if row not in part.rows:
+            known = f"known: {', '.join(part.rows)}" if part.rows else "it has none to choose from"
+            raise ConfigError(f"unknown row {row!r} of {part.name}; {known}")
+    for bits in asked.bits:
+        make_config({**asked.options, "bits": bits})
 
 
 def open_folder(out: Path, inputs: Mapping[str, Any]) -> Path:

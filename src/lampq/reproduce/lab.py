@@ -11,6 +11,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from torch import nn
+
 from lampq.compare import Shared, Trial, accuracy, by_sharing, check, make_trials, quantized
 from lampq.config import RunConfig
 from lampq.data import Preprocessing, Samples
@@ -22,6 +24,11 @@ from lampq.progress import Journal, Progress
 from lampq.runfolder import score
 
 Row = dict[str, Any]
+
+
+def top1_row(model: nn.Module, samples: Samples, progress: Progress, label: str) -> Row:
+    """Accuracy of a classifier with its 95 % interval."""
+    return accuracy(score(model, samples, progress, label))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,7 @@ class Lab:
         shared: Fits and measurements of the trials so far.
         journal: Finished trials and accuracies.
         progress: Makes what is told of each piece of work.
+        score: The measures of a model on evaluation images, by name.
     """
 
     loaded: LoadedModel
@@ -77,6 +85,7 @@ class Lab:
     shared: Shared
     journal: Journal
     progress: Callable[[], Progress]
+    score: Callable[[nn.Module, Samples, Progress, str], Row] = top1_row
 
     @classmethod
     def open(cls, work: Path, **fields: Any) -> Lab:
@@ -149,8 +158,7 @@ class Lab:
         result = quantized(self.loaded, self.calibration(config.seed), config, beside)
         found: Row = {}
         if self.evaluation is not None:
-            label = f"scoring {name}"
-            found = accuracy(score(result.model, self.evaluation, progress, label))
+            found = self.score(result.model, self.evaluation, progress, f"scoring {name}")
         return {
             **found,
             "plan": {layer: [b.weight, b.activation] for layer, b in result.plan.items()},
@@ -175,8 +183,8 @@ class Lab:
         """The score of the float model."""
 
         def measure() -> Row:
-            found = score(self.loaded.model, self.scored, self.progress(), "scoring fp32")
+            found = self.score(self.loaded.model, self.scored, self.progress(), "scoring fp32")
             size = 4 * sum(p.numel() for p in self.loaded.model.parameters())
-            return {**accuracy(found), "mean_weight_bits": 32.0, "file_bytes": size}
+            return {**found, "mean_weight_bits": 32.0, "file_bytes": size}
 
         return self.journal.once(f"float {len(self.scored)}", measure)

@@ -35,7 +35,13 @@ def compute(lab: Lab) -> Found:
             TRACE: traces,
             SCALED: {role: fisher["role_scale"][role] * value for role, value in traces.items()},
         }
-    return {"values": values, "role_scale": fisher["role_scale"], "spread": _spread(values)}
+    return {
+        "values": values,
+        "role_scale": fisher["role_scale"],
+        "probe": {name: fisher["probe"][name] for name in ("bits", "signal", "blocks")},
+        "spread": _spread(values),
+        "notices": rows["LampQ"]["notices"],
+    }
 
 
 def _spread(values: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
@@ -67,7 +73,8 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
     notes = (
         f"Largest mean of a type over the smallest: nuclear norms {spread[NUCLEAR]:.3g}, traces "
         f"{spread[TRACE]:.3g}, scaled {spread[SCALED]:.3g}.",
-        f"Factors alpha of the types: {factors}.",
+        f"Factors alpha of the types, from probes at {result['probe']['bits']} bits: {factors}.",
+        *(f"LampQ: {notice}." for notice in result["notices"]),
     )
     caption = "Metric values by block and type."
     return (Table("metric", caption, columns, rows, (), notes),)

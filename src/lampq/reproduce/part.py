@@ -31,6 +31,7 @@ class Part:
         tables: The tables of what was found; of several models only if ``joined``.
         draw: Draws the same into an empty figure of matplotlib.
         size: Width and height of that figure in inches, for one model.
+        rows: The methods that can be asked for one by one.
         scored: Whether it needs evaluation images.
         calibrated: Whether it needs calibration images.
         joined: Whether several models make one table.
@@ -45,6 +46,7 @@ class Part:
     tables: Callable[[Sequence[Found]], tuple[Table, ...]]
     draw: Callable[[Any, Sequence[Found]], None]
     size: tuple[float, float]
+    rows: tuple[str, ...] = ()
     scored: bool = True
     calibrated: bool = True
     joined: bool = False

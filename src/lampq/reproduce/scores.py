@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lampq.errors import ConfigError
 from lampq.reproduce.lab import Lab, Row
 from lampq.reproduce.part import Found
 from lampq.reproduce.pictures import BLACK, BLUE, GREY, ORANGE
@@ -44,10 +43,6 @@ TOP1 = Measure("top1", "top-1 [%]", "interval95")
 
 def wanted(methods: Sequence[Method], rows: Sequence[str]) -> list[Method]:
     """The methods that were asked for, all if none was named."""
-    known = [method.key for method in methods]
-    for row in rows:
-        if row not in known:
-            raise ConfigError(f"unknown row {row!r}; known: {', '.join(known)}")
     return [method for method in methods if not rows or method.key in rows]
 
 
@@ -109,19 +104,21 @@ def score_table(
             part
             for measure in measures
             for part in (
-                Column(measure.title, label, measure.form),
-                *([Column("95 %", label)] if alone and measure.interval else []),
+                Column(measure.title, "" if alone else label, measure.form),
+                *([Column("95 %")] if alone and measure.interval else []),
             )
         ]
     if not alone:
         columns += [Column(f"mean {m.title}", "", m.form) for m in measures]
-    columns += [Column(m.title, f"{label}, {PAPER}", m.form) for label in there for m in measures]
+    for label in there:
+        group = PAPER if alone else f"{label}, {PAPER}"
+        columns += [Column(measure.title, group, measure.form) for measure in measures]
     if alone:
         columns += [Column("weight bits", "", ".3g"), Column("file [MB]", "", ".3f")]
     body = [_body(key, rows, labels, there, published, measures) for key in keys]
     at = [widths for _, widths in keys]
     rules = tuple(i for i in range(1, len(at)) if at[i] != at[i - 1])
-    return Table(name, caption, tuple(columns), tuple(body), rules, (*notes, *_failures(found)))
+    return Table(name, caption, tuple(columns), tuple(body), rules, (*notes, *remarks(found)))
 
 
 def _body(
@@ -154,13 +151,17 @@ def _body(
     return tuple(cells)
 
 
-def _failures(found: Sequence[Found]) -> list[str]:
-    return [
-        f"{row['method']} {row['at']} on {one['label']} failed: {row['error']}"
-        for one in found
-        for row in one["result"]["rows"]
-        if "error" in row
-    ]
+def remarks(found: Sequence[Found]) -> list[str]:
+    """Errors and notices, each with the row it belongs to."""
+    said = []
+    for one in found:
+        for row in one["result"]["rows"]:
+            name = f"{row['method']} {row['at']}"
+            name += f" on {one['label']}" if len(found) > 1 else ""
+            if "error" in row:
+                said.append(f"{name} failed: {row['error']}.")
+            said += [f"{name}: {notice}." for notice in row.get("notices", ())]
+    return said
 
 
 def draw_scores(

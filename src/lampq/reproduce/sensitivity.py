@@ -42,8 +42,9 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
     result = one["result"]
     columns = (
         Column("block"),
-        *(Column(name, "block and modules") for name in COMPONENTS[:3]),
-        *(Column(name, "layers") for name in ROLES),
+        Column("all four layers"),
+        *(Column(name, "module") for name in COMPONENTS[1:3]),
+        *(Column(name, "layer") for name in ROLES),
     )
     rows = tuple(
         (block, *(values.get(name) for name in COMPONENTS))

@@ -69,5 +69,6 @@ PART = Part(
     draw=partial(draw_scores, published=ZERO_SHOT),
     size=(7.6, 2.2),
     calibrated=False,
+    rows=tuple(method.key for method in METHODS),
     joined=True,
 )
