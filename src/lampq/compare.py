@@ -46,11 +46,11 @@ METRIC_PLANS = ("nuclear", "hawq", "recon", "loss", "kl", "fisher", "output")
 # how the widths of a trial are found: what each name changes in the common options
 PLANS: dict[str, dict[str, Any]] = {
     "uniform": {"metric": "recon", "allocator": "uniform", **PLAIN},
-    "uniform+exchanges": {"metric": "recon", "allocator": "uniform"},
     "random": {"metric": "recon", "allocator": "random", **PLAIN},
     "vtptq": {"metric": "nuclear", "allocator": "vtptq", **PLAIN},
     **{name: {"metric": name, "allocator": "ilp", **PLAIN} for name in METRIC_PLANS},
     **{f"{name}+exchanges": {"metric": name, "allocator": "ilp"} for name in METRIC_PLANS},
+    "uniform+exchanges": {"metric": "recon", "allocator": "uniform"},
     "lampq": {},
 }
 

@@ -30,9 +30,8 @@ from lampq.runfolder import check_labels
 from lampq.terminal import TerminalProgress, print_tables
 from lampq.typed import names, numbers, preprocessing_with
 
-# the whole of it on the bundled model takes some minutes; probes at two bits would not hurt it, and
-# without harm there are no factors of the types
-QUICK: dict[str, int] = {"images": 256, "iterations": 40, "beta": 1}
+# the whole of it on the bundled model takes some minutes
+QUICK: dict[str, int] = {"images": 256, "iterations": 40}
 QUICK_EVAL, QUICK_STEPS = 1000, 100
 # literally the paper: it has no way back to the uniform plan
 PAPER: dict[str, Any] = {"preset": "paper", "fallback": "none", "seed": 0}

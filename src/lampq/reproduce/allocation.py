@@ -31,7 +31,8 @@ def compute(lab: Lab) -> Found:
         if "plan" in row
     }
     means = {name: rows[name]["mean_weight_bits"] for name in widths}
-    return {"bits": bits, "widths": widths, "means": means}
+    notices = [f"{name}: {said}" for name in widths for said in rows[name]["notices"]]
+    return {"bits": bits, "widths": widths, "means": means, "notices": notices}
 
 
 def tables(found: Sequence[Found]) -> tuple[Table, ...]:
@@ -54,7 +55,10 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
         own = [values[role] for values in result["widths"][name].values() if role in values]
         means.append(sum(own) / len(own) if own else None)
     weighted = ", ".join(f"{name} {value:.4g}" for name, value in result["means"].items())
-    notes = (f"Mean over all weights: {weighted} bits, at most {result['bits']:g}.",)
+    notes = (
+        f"Mean over all weights: {weighted} bits, at most {result['bits']:g}.",
+        *(f"{notice}." for notice in result["notices"]),
+    )
     caption = f"Bit allocation at {result['bits']:g} bits."
     body = (*rows, ("mean", *means))
     return (Table("allocation", caption, columns, body, (len(rows),), notes),)

@@ -12,6 +12,8 @@ from lampq.reproduce.probing import MODULES, ROLES, members
 from lampq.reproduce.table import Column, Table
 
 NUCLEAR, TRACE, SCALED = "VT-PTQ: nuclear norm", "Fisher trace", "LampQ: scaled trace"
+# at the two bits of the presets single layers hardly hurt a small model: no harm, no factors
+PROBE_BITS = 1
 KINDS = {NUCLEAR: tuple(MODULES), TRACE: ROLES, SCALED: ROLES}
 
 
@@ -20,7 +22,7 @@ def compute(lab: Lab) -> Found:
     bits = lab.bits(3)[0]
     trials = {
         "VT-PTQ": lab.trial("vtptq", bits),
-        "LampQ": lab.trial("fisher", bits, {"metric": "fisher"}),
+        "LampQ": lab.trial("fisher", bits, {"beta": lab.asked.options.get("beta", PROBE_BITS)}),
     }
     rows = lab.run(trials)
     norms = rows["VT-PTQ"]["details"]["nuclear_norm"]
@@ -73,7 +75,7 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
     notes = (
         f"Largest mean of a type over the smallest: nuclear norms {spread[NUCLEAR]:.3g}, traces "
         f"{spread[TRACE]:.3g}, scaled {spread[SCALED]:.3g}.",
-        f"Factors alpha of the types, from probes at {result['probe']['bits']} bits: {factors}.",
+        f"Factors alpha of the types, from probes at {result['probe']['bits']} bit(s): {factors}.",
         *(f"LampQ: {notice}." for notice in result["notices"]),
     )
     caption = "Metric values by block and type."
