@@ -336,6 +336,9 @@ def test_plans_change_only_how_widths_are_found() -> None:
         assert sharing_key(config) == sharing_key(make_config({"preset": "paper", "bits": 3}))
         if trial.plan == "lampq":
             assert config == make_config({"preset": "paper", "bits": 3})
+        elif trial.plan == "uniform+exchanges":
+            own = {"metric": "recon", "allocator": "uniform"}
+            assert config == make_config({"preset": "paper", "bits": 3, **own})
         elif trial.plan.endswith("+exchanges"):
             metric = trial.plan.removesuffix("+exchanges")
             assert config == make_config({"preset": "paper", "bits": 3, "metric": metric})

@@ -49,6 +49,7 @@ ORDER = (
     "export",
     "bench",
     "compare",
+    "reproduce",
     "terminal",
     "typed",
     "sweep",

@@ -23,11 +23,12 @@ from lampq.errors import ConfigError, LampqError
 from lampq.evaluate import interval95
 from lampq.limits import budget_of
 from lampq.models import LoadedModel
-from lampq.pipeline import packed, prepare, quantize
+from lampq.pipeline import Result, packed, prepare, quantize
 from lampq.progress import Progress, append_line, read_lines
 from lampq.report import STAGES
 from lampq.report.table import Row, table_csv, table_json, table_markdown
 from lampq.runfolder import check_labels, fingerprint_of, open_work, score
+from lampq.scoring import Run
 from lampq.sharing import Shared, sharing_key
 
 RESULTS = "results.jsonl"
@@ -40,6 +41,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "vtptq": {"metric": "nuclear", "allocator": "vtptq", **PLAIN},
     **{name: {"metric": name, "allocator": "ilp", **PLAIN} for name in METRIC_PLANS},
     **{f"{name}+exchanges": {"metric": name, "allocator": "ilp"} for name in METRIC_PLANS},
+    "uniform+exchanges": {"metric": "recon", "allocator": "uniform"},
     "lampq": {},
 }
 
@@ -181,7 +183,7 @@ def run(
     if not rows:
         finish(_float_row(comparison, progress()))
     finished = [{name: row[name] for name in trials[0].key} for row in rows]
-    for trial in _by_sharing(trials):
+    for trial in by_sharing(trials):
         if trial.key in finished:
             continue
         states = work / "states" / hashlib.sha256(json.dumps(trial.key).encode()).hexdigest()[:24]
@@ -192,7 +194,7 @@ def run(
     return table
 
 
-def _by_sharing(trials: Sequence[Trial]) -> list[Trial]:
+def by_sharing(trials: Sequence[Trial]) -> list[Trial]:
     """The trials with those that share next to each other, else in their order; seed by seed."""
     keys = [sharing_key(trial.config) for trial in trials]
     seeds = [trial.seed for trial in trials]
@@ -235,7 +237,7 @@ def _float_row(comparison: Comparison, progress: Progress) -> Row:
         "bits": 32.0,
         "seed": None,
         "reconstruct": None,
-        **_accuracy(found),
+        **accuracy(found),
         "mean_weight_bits": 32.0,
         "mean_activation_bits": 32.0,
         "file_bytes": size,
@@ -244,6 +246,13 @@ def _float_row(comparison: Comparison, progress: Progress) -> Row:
         "calibration": None,
         "notices": [],
     }
+
+
+def quantized(loaded: LoadedModel, samples: Samples, config: RunConfig, run: Run) -> Result:
+    """The result of one trial; what it warns of is in its notices."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return quantize(loaded.model, samples, config=config, run=run)
 
 
 def _trial_row(
@@ -255,10 +264,8 @@ def _trial_row(
     try:
         samples = comparison.calibration(trial.seed)
         check_labels(samples, loaded.model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # they come back as notices
-            beside = replace(shared.run(config, progress), states=StateFolder(states))
-            result = quantize(loaded.model, samples, config=config, run=beside)
+        beside = replace(shared.run(config, progress), states=StateFolder(states))
+        result = quantized(loaded, samples, config, beside)
         name = f"scoring {trial.method} {trial.plan}"
         with progress.stage("evaluate"):
             found = score(result.model, comparison.evaluation, progress, name)
@@ -267,7 +274,7 @@ def _trial_row(
     size = len(packed(result.model, loaded.source, result.plan, config, comparison.how))
     return {
         **trial.key,
-        **_accuracy(found),
+        **accuracy(found),
         "mean_weight_bits": result.plan.mean_weight_bits,
         "mean_activation_bits": result.plan.mean_activation_bits,
         "file_bytes": size,
@@ -278,7 +285,8 @@ def _trial_row(
     }
 
 
-def _accuracy(found: Mapping[str, float]) -> Row:
+def accuracy(found: Mapping[str, float]) -> Row:
+    """A score with its 95 % interval."""
     images = int(found["images"])
     return {
         "top1": found["top1"],

@@ -309,6 +309,13 @@ def _quantize(
     )
 
 
+def fit_cache(model: nn.Module, samples: Samples, config: RunConfig, run: Run) -> FitCache:
+    """The fits that a run with these options has, each computed when it is asked for."""
+    job = prepare(model, config)
+    samples = samples.subset(config.images, config.seed)
+    return run.fits(lambda: _fits(job, samples, config, run)).at(site_widths(config), run.progress)
+
+
 def _fits(job: Prepared, samples: Samples, config: RunConfig, run: Run) -> FitCache:
     """A cache of fits, empty yet, on what every site sees."""
     with run.progress.stage("collect"):

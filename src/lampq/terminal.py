@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -23,6 +24,7 @@ from lampq.evaluate import interval95
 from lampq.progress import Progress
 from lampq.report import headline, plan_rows
 from lampq.report.table import COLUMNS, SPREAD_COLUMNS, cells, remarks, spread_cells
+from lampq.reproduce.table import Table as Reproduced
 from lampq.types import BitPlan
 
 T = TypeVar("T")
@@ -144,6 +146,19 @@ def print_comparison(table: Mapping[str, Any], out: Path) -> None:
     for remark in remarks(table["rows"]):
         console.print(remark, highlight=False, markup=False)
     console.print(f"table {out / 'table.md'}", highlight=False, soft_wrap=True)
+
+
+def print_tables(tables: Sequence[Reproduced], files: Sequence[Path]) -> None:
+    """Reproduced tables with their notes, and where they are written."""
+    console = Console()
+    for table in tables:
+        titles = [escape(column.full) for column in table.columns]
+        console.print(narrow_table(table.caption, titles, table.cells()))
+        for note in table.notes:
+            console.print(f"- {note}", highlight=False, markup=False)
+    if files:
+        names = ", ".join(path.name for path in files)
+        console.print(f"{files[0].parent}: {names}", highlight=False, soft_wrap=True)
 
 
 def narrow_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 # the commands register themselves with the app above, in the order of its help
-from lampq.cli import quantize, compare, sweep, synthesize, inspect, deploy  # noqa: E402, I001
+from lampq.cli import quantize, compare, sweep, reproduce, synthesize, inspect, deploy  # noqa: E402, I001
 
 
 @app.command("version")
@@ -66,6 +66,7 @@ __all__ = [
     "inspect",
     "main",
     "quantize",
+    "reproduce",
     "sweep",
     "synthesize",
 ]

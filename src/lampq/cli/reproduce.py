@@ -1,0 +1,327 @@
+"""lampq reproduce."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lampq.cli import app, guarded
+from lampq.config import make_config, read_toml
+from lampq.data import Samples, list_folder
+from lampq.errors import ConfigError
+from lampq.inputs import calibration_samples, load_alone, pictures
+from lampq.models import BUNDLED, DEFAULT_MODEL, LoadedModel
+from lampq.progress import Progress
+from lampq.reproduce import ALL, PARTS, named
+from lampq.reproduce.folder import check_asked, compute, finished, open_folder, write
+from lampq.reproduce.full import Checkpoint, checkpoints, needs_table, runnable
+from lampq.reproduce.lab import Asked, Lab
+from lampq.reproduce.part import Found, Part
+from lampq.reproduce.pictures import require_matplotlib
+from lampq.runfolder import check_labels
+from lampq.terminal import TerminalProgress, print_tables
+from lampq.typed import names, numbers, preprocessing_with
+
+# the whole of it on the bundled model takes some minutes
+QUICK: dict[str, int] = {"images": 256, "iterations": 40}
+QUICK_EVAL, QUICK_STEPS = 1000, 100
+# literally the paper: it has no way back to the uniform plan
+PAPER: dict[str, Any] = {"preset": "paper", "fallback": "none", "seed": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where model and images are, and what to do with the results."""
+
+    calib: Path | None
+    evaluation: Path | None
+    mean: str | None
+    std: str | None
+    crop_pct: float | None
+    out: Path
+    with_pictures: bool
+    progress: Callable[[], Progress]
+    tell: bool
+
+
+@app.command("reproduce")
+@guarded
+def reproduce_command(
+    name: Annotated[
+        str | None, typer.Argument(help=f"{', '.join(PARTS)}, or {ALL}", metavar="NAME")
+    ] = None,
+    model: Annotated[str, typer.Argument(help="a timm name, or a bundled one")] = DEFAULT_MODEL,
+    weights: Annotated[Path | None, typer.Option(help=".safetensors or .pth state dict")] = None,
+    calib: Annotated[Path | None, typer.Option(help="calibration pictures")] = None,
+    evaluation: Annotated[Path | None, typer.Option("--eval", help="evaluation pictures")] = None,
+    out: Annotated[Path, typer.Option(help="folder to write, or to go on in")] = Path(
+        "runs/reproduce"
+    ),
+    bits: Annotated[str | None, typer.Option(help="widths instead of the paper's: 4,3")] = None,
+    rows: Annotated[str | None, typer.Option(help="methods of a table: adalog,lampq")] = None,
+    images: Annotated[int | None, typer.Option(help="calibration images to use")] = None,
+    eval_images: Annotated[int | None, typer.Option(help="evaluation images to use")] = None,
+    iterations: Annotated[
+        int | None, typer.Option(help="training steps a block of QDrop and PD-Quant")
+    ] = None,
+    synthesis_steps: Annotated[
+        int | None, typer.Option(help="steps of a batch of zero-shot pictures")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="paper (the default) or best")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of every random draw")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file of common options")] = None,
+    mean: Annotated[str | None, typer.Option(help="pixel mean, one or three numbers")] = None,
+    std: Annotated[str | None, typer.Option(help="pixel deviation")] = None,
+    crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
+    with_pictures: Annotated[
+        bool, typer.Option("--pictures/--no-pictures", help="draw them, with matplotlib")
+    ] = True,
+    full: Annotated[
+        bool, typer.Option("--full", help="list what the paper's own rows need; run what is here")
+    ] = False,
+    weights_folder: Annotated[
+        Path | None, typer.Option("--checkpoints", help="folder of weights, for --full")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
+) -> None:
+    """Make a table or figure of the paper on any model; without a name, list them."""
+    if name is None and not full:
+        for part in PARTS.values():
+            print(f"{part.name:18} {part.place:16} {part.title}")
+        print(f"{ALL:18} {'':16} all of them")
+        return
+    parts = named(name)
+    if len(parts) > 1 and (bits or rows):
+        raise ConfigError("--bits and --rows are for one table or figure: name it")
+    if with_pictures:
+        require_matplotlib()
+    given = {"preset": preset, "seed": seed, "images": images, "iterations": iterations}
+    quick = model in BUNDLED and calib is None and evaluation is None and not full
+    options = {
+        **PAPER,
+        **(QUICK if quick else {}),
+        **({} if config is None else read_toml(config)),
+        **{key: value for key, value in given.items() if value is not None},
+    }
+    options["images"] = make_config(options).images
+    asked = Asked(
+        options,
+        numbers(bits, "bits", float) or (),
+        names(rows, "rows"),
+        _positive(eval_images, "eval-images") or (QUICK_EVAL if quick else None),
+        _positive(synthesis_steps, "synthesis-steps") or (QUICK_STEPS if quick else None),
+    )
+    console = Console(stderr=True)
+    place = _Place(
+        *(calib, evaluation, mean, std, crop_pct, out, with_pictures),
+        progress=lambda: TerminalProgress(console, quiet=quiet or as_json),
+        tell=not (quiet or as_json),
+    )
+    for part in parts:
+        check_asked(part, asked)
+    command = _command(name, model, weights, place, asked, quick)
+    try:
+        if full:
+            if weights is not None or model != DEFAULT_MODEL or any((mean, std, crop_pct)):
+                raise ConfigError(
+                    "--full has its own models: leave MODEL, --weights, --mean, --std and "
+                    "--crop-pct out"
+                )
+            found = _full(parts, place, asked, weights_folder, command)
+        elif weights_folder is not None:
+            raise ConfigError("--checkpoints is for --full; give one file with --weights")
+        else:
+            found = _one_model(parts, model, weights, place, asked, command)
+    except KeyboardInterrupt:
+        print("lampq: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if as_json:
+        print(json.dumps({"results": found}, indent=2))
+
+
+def _positive(value: int | None, name: str) -> int | None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def _command(
+    name: str | None, model: str, weights: Path | None, place: _Place, asked: Asked, quick: bool
+) -> str:
+    """The command that makes the same numbers again, without its paths' folders."""
+    flags: dict[str, Any] = {
+        "--weights": None if weights is None else weights.name,
+        "--calib": None if place.calib is None else place.calib.name,
+        "--eval": None if place.evaluation is None else place.evaluation.name,
+        **{"--mean": place.mean, "--std": place.std, "--crop-pct": place.crop_pct},
+        "--bits": ",".join(f"{width:g}" for width in asked.bits) or None,
+        "--rows": ",".join(asked.rows) or None,
+        **{f"--{key}": asked.options[key] for key in ("preset", "images", "seed")},
+        "--iterations": asked.options.get("iterations"),
+        "--eval-images": asked.eval_images,
+        "--synthesis-steps": asked.synthesis_steps,
+    }
+    defaults = {
+        **{"--preset": "paper", "--seed": 0, "--images": QUICK["images"] if quick else 1024},
+        **({"--iterations": QUICK["iterations"], "--eval-images": QUICK_EVAL} if quick else {}),
+        **({"--synthesis-steps": QUICK_STEPS} if quick else {}),
+    }
+    words = ["lampq", "reproduce", *([name] if name else ["--full"])]
+    words += [] if model == DEFAULT_MODEL else [model]
+    for flag, value in flags.items():
+        if value is not None and value != defaults.get(flag):
+            words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def _lab(
+    loaded: LoadedModel, weights: Path | None, place: _Place, asked: Asked, work: Path, scored: bool
+) -> Lab:
+    how = preprocessing_with(loaded.preprocessing, place.mean, place.std, place.crop_pct)
+    limit = asked.eval_images
+    evaluation = None
+    if scored:
+        options = {"limit": limit, "seed": 0, "progress": place.progress()}
+        evaluation = pictures("eval", place.evaluation, how, **options)
+        evaluation = evaluation if limit is None else evaluation.subset(limit, 0)
+        check_labels(evaluation, loaded.model)
+        evaluation.require_labels("an accuracy")
+
+    @lru_cache(maxsize=1)
+    def calibration(seed: int) -> Samples:
+        count = int(asked.options["images"])
+        samples = calibration_samples(place.calib, how, count, seed, place.progress())
+        check_labels(samples, loaded.model)
+        return samples
+
+    return Lab.open(
+        work,
+        loaded=loaded,
+        weights=weights,
+        how=how,
+        calibration=calibration,
+        evaluation=evaluation,
+        asked=asked,
+        progress=place.progress,
+    )
+
+
+def _check_pictures(parts: Sequence[Part], model: str, place: _Place) -> None:
+    """Raise if pictures are missing that a part needs."""
+    for folder in (place.calib, place.evaluation):
+        if folder is not None:
+            list_folder(folder)
+    own = model in BUNDLED
+    for part in parts:
+        if part.calibrated and place.calib is None and not own:
+            raise ConfigError(f"{part.name} needs calibration pictures: give --calib DIR")
+        alone = place.evaluation is None and (not own or place.calib is not None)
+        if part.scored and alone:
+            raise ConfigError(f"{part.name} needs evaluation pictures: give --eval DIR")
+
+
+def _one_model(
+    parts: Sequence[Part],
+    model: str,
+    weights: Path | None,
+    place: _Place,
+    asked: Asked,
+    command: str,
+) -> list[Found]:
+    """Run the parts on one model and write their files."""
+    _check_pictures(parts, model, place)
+    for part in parts:
+        finished(part, place.out, asked)
+    loaded = load_alone(model, weights)
+    return _run(parts, loaded, weights, place, asked, command)
+
+
+def _run(
+    parts: Sequence[Part],
+    loaded: LoadedModel,
+    weights: Path | None,
+    place: _Place,
+    asked: Asked,
+    command: str,
+) -> list[Found]:
+    """What the parts find on a loaded model; their files are written as each is done."""
+    inputs = {
+        "model": loaded.source.name,
+        "weights": str(weights),
+        "calib": str(place.calib),
+        "eval": str(place.evaluation),
+        "mean": place.mean,
+        "std": place.std,
+        "crop_pct": place.crop_pct,
+    }
+    work = open_folder(place.out, inputs)
+    lab = _lab(loaded, weights, place, asked, work, any(part.scored for part in parts))
+    found = []
+    for number, part in enumerate(parts, 1):
+        place.progress().note(f"{number}/{len(parts)} {part.name} on {loaded.source.name}")
+        own = lab if part.scored else replace(lab, evaluation=None)
+        one, new = compute(part, own, place.out, inputs, _named(command, part))
+        state = f"done in {one['seconds']:.0f} s" if new else "was finished before"
+        place.progress().note(f"{number}/{len(parts)} {part.name}: {state}")
+        _write(part, [one], place)
+        found.append(one)
+    return found
+
+
+def _named(command: str, part: Part) -> str:
+    """The command of one part, where several were asked for at once."""
+    return command.replace(f"reproduce {ALL}", f"reproduce {part.name}")
+
+
+def _write(part: Part, found: Sequence[Found], place: _Place) -> None:
+    files = write(part, found, place.out, pictures=place.with_pictures)
+    if place.tell:
+        print_tables(part.tables(found), files)
+
+
+def _full(
+    parts: Sequence[Part],
+    place: _Place,
+    asked: Asked,
+    folder: Path | None,
+    command: str,
+) -> list[Found]:
+    """List what the paper's rows need, and run those whose weights and images are here."""
+    models = checkpoints(parts, folder)
+    for pictures_folder in (place.calib, place.evaluation):
+        if pictures_folder is not None:
+            list_folder(pictures_folder)
+    if place.tell:
+        print_tables([needs_table(parts, models, place.calib, place.evaluation)], [])
+    here = [part for part in parts if runnable(part, place.calib, place.evaluation)]
+    by_part: dict[str, list[Found]] = {part.name: [] for part in here}
+    for one in models:
+        own = [part for part in here if one.label in part.models]
+        if one.path is not None and own:
+            for found in _checkpoint(one, own, place, asked, command):
+                by_part[found["part"]].append(found)
+    for part in here:
+        if part.joined and by_part[part.name]:
+            _write(part, by_part[part.name], place)
+    every = [found for some in by_part.values() for found in some]
+    if not every and place.tell:
+        print("nothing of it can be run here: give --checkpoints DIR, --calib DIR and --eval DIR")
+    return every
+
+
+def _checkpoint(
+    one: Checkpoint, parts: Sequence[Part], place: _Place, asked: Asked, command: str
+) -> list[Found]:
+    """The parts of one model of the paper, in a folder of its own."""
+    own = replace(place, out=place.out / one.label)
+    return _run(parts, load_alone(one.name, one.path), one.path, own, asked, command)
