@@ -31,6 +31,7 @@ ORDER = (
     "allocate",
     "refine",
     "models",
+    "detection",
     "artifact",
     "runtime",
     "pieces",
