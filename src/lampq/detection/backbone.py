@@ -18,8 +18,8 @@ OWN: dict[str, dict[str, Any]] = {
         "patch_size": 4,
         "embed_dim": 48,
         "depths": (2, 2, 2),
-        "num_heads": (3, 6, 12),
-        "window_size": 8,
+        "num_heads": (2, 4, 8),
+        "window_size": 4,
     },
 }
 _SIZE = 224  # of the positions that timm sets up and that are never used

@@ -23,18 +23,20 @@ from lampq.errors import ConfigError
 PRESETS: dict[str, dict[str, Any]] = {
     "scene_swin": {
         "fpn_channels": 64,
-        "anchor_sizes": (16, 32, 64, 128),
+        "anchor_sizes": (20, 36, 56, 84),
         "min_size": 128,
         "max_size": 256,
         "image_mean": (0.5, 0.5, 0.5),
         "image_std": (0.25, 0.25, 0.25),
         "finest_scale": 28,
         "box_channels": 128,
-        "mask_channels": 64,
-        "proposals_before": (500, 300),
-        "proposals_after": (300, 150),
-        "rpn_samples": 128,
-        "box_samples": 64,
+        "mask_convs": 2,
+        "mask_channels": 48,
+        "proposals_before": (150, 150),
+        "proposals_after": (100, 60),
+        "rpn_samples": 64,
+        "box_samples": 32,
+        "detections": 30,
     },
 }
 
