@@ -12,7 +12,7 @@ from lampq.errors import GraphError
 from lampq.graph.attention import MatMul
 from lampq.graph.blocks import Sum
 from lampq.graph.families import TIMM, RolePattern
-from lampq.quant.fold import NormFold
+from lampq.quant.fold import NormFold, fold_norm_
 from lampq.types import SEARCHED_ROLES, LayerRole, LayerSpec, MatmulSpec, ModelGraph, SumSpec
 
 
@@ -137,6 +137,5 @@ def _fold_randomly_(model: nn.Module, layer: LayerSpec, generator: torch.Generat
     fold = NormFold(ratio=draw[0] + 0.5, shift=draw[1] - 0.5)
     own = linear.bias if linear.bias is not None else linear.weight.new_zeros(linear.out_features)
     weight, bias = fold.of_linear(linear.weight, own)
-    norm_weight, norm_bias = fold.of_norm(norm.weight, norm.bias)
     linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
-    norm.weight, norm.bias = nn.Parameter(norm_weight), nn.Parameter(norm_bias)
+    fold_norm_(norm, fold)

@@ -29,6 +29,16 @@ def shift_mask(rows: int, columns: int, window: tuple[int, int], shift: tuple[in
     return torch.where(tokens[:, None] == tokens[:, :, None], 0.0, -100.0)
 
 
+def _padded(x: Tensor, below: int, right: int, value: Tensor | None) -> Tensor:
+    """A map (images, rows, columns, channels) with more rows and columns of zeros or one value."""
+    if value is None or not (below or right):
+        return F.pad(x, (0, 0, 0, right, 0, below))
+    images, rows, columns, channels = x.shape
+    padded = value.to(x).expand(images, rows + below, columns + right, channels).clone()
+    padded[:, :rows, :columns] = x
+    return padded
+
+
 @cache
 def padded_swin_block() -> type[nn.Module]:
     """The class of a Swin block that takes any size, as the reference detectors have it.
@@ -52,7 +62,7 @@ def padded_swin_block() -> type[nn.Module]:
             shift: Any = tuple(self.shift_size)
             rows, columns, channels = x.shape[1:]
             below, right = -rows % window[0], -columns % window[1]
-            padded = F.pad(x, (0, 0, 0, right, 0, below))
+            padded = _padded(x, below, right, getattr(self.norm1, "padding", None))
             mask = None
             if any(shift):
                 padded = torch.roll(padded, (-shift[0], -shift[1]), dims=(1, 2))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lampq.errors import GraphError
 from lampq.quant.base import Quantizer, compact
-from lampq.quant.fold import NormFold
+from lampq.quant.fold import NormFold, fold_norm_
 from lampq.types import LayerBits, LayerSpec, MatmulSpec, SumSpec
 
 
@@ -191,6 +191,4 @@ def install_(model: nn.Module, fit: LayerFit) -> None:
         assert fit.spec.norm is not None, "a fold belongs to a layer with a norm"
         norm = model.get_submodule(fit.spec.norm)
         assert isinstance(norm, nn.LayerNorm), "discovery names affine LayerNorms only"
-        weight, bias = fit.fold.of_norm(norm.weight.detach(), norm.bias.detach())
-        norm.weight = nn.Parameter(weight, requires_grad=False)
-        norm.bias = nn.Parameter(bias, requires_grad=False)
+        fold_norm_(norm, fit.fold)
