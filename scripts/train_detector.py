@@ -22,7 +22,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -48,9 +47,18 @@ def items(data: Path, split: str) -> Items:
 
 
 def model_of(options: argparse.Namespace) -> Detector:
-    """The detector with random weights."""
+    """The detector with random weights that learn fast.
+
+    As for the bundled models: Xavier weights, and position information that is not small.
+    """
     torch.manual_seed(options.seed)
-    return detector("scene_swin", classes=len(NAMES), cascade=options.cascade)
+    model = detector("scene_swin", classes=len(NAMES), cascade=options.cascade)
+    for key, value in model.backbone.named_parameters():
+        if key.endswith("relative_position_bias_table"):
+            nn.init.normal_(value)
+        elif key.startswith("layers") and value.ndim == 2:
+            nn.init.xavier_uniform_(value)
+    return model
 
 
 class Course:
@@ -109,8 +117,12 @@ class Log:
         """Print the means, and the time left."""
         took = time.perf_counter() - self.start
         left = took / max(1, step - self.first) * (self.steps - step) / 60
-        means = " ".join(f"{k.removeprefix('loss_')} {v / self.count:.3f}" for k, v in self.sums.items())
-        print(f"step {step}/{self.steps} {means} ({took / 60:.1f} min, {left:.0f} left)", flush=True)
+        means = " ".join(
+            f"{k.removeprefix('loss_')} {v / self.count:.3f}" for k, v in self.sums.items()
+        )
+        print(
+            f"step {step}/{self.steps} {means} ({took / 60:.1f} min, {left:.0f} left)", flush=True
+        )
         self.sums, self.count = {}, 0
 
 
@@ -120,7 +132,9 @@ def pretrain(options: argparse.Namespace) -> None:
     swin = model.backbone
     name = nn.Linear(swin.norms[-1].normalized_shape[0], len(NAMES))
     course = Course(nn.ModuleDict({"swin": swin, "name": name}), options)
-    stream = scenes(items(options.data, "train"), SEEDS["pretrain"], SINGLE, course.first * options.batch)
+    stream = scenes(
+        items(options.data, "train"), SEEDS["pretrain"], SINGLE, course.first * options.batch
+    )
     test = make_scenes(items(options.data, "t10k"), 1000, SEEDS["test"], SINGLE)
 
     def logits(images: list[Tensor]) -> Tensor:
@@ -141,8 +155,13 @@ def pretrain(options: argparse.Namespace) -> None:
         if step % 500 == 0 or step == course.steps:
             course.save(step)
             with torch.no_grad():
-                found = torch.cat([logits(list(test.images[i : i + 100])) for i in range(0, 1000, 100)])
-            right = sum(int(o.labels[0]) == a + 1 for o, a in zip(test.objects, found.argmax(1).tolist(), strict=True))
+                found = torch.cat(
+                    [logits(list(test.images[i : i + 100])) for i in range(0, 1000, 100)]
+                )
+            right = sum(
+                int(o.labels[0]) == a + 1
+                for o, a in zip(test.objects, found.argmax(1).tolist(), strict=True)
+            )
             print(f"step {step}: {right / 10:.1f} % of 1,000 test items named right", flush=True)
     torch.save(swin.state_dict(), options.out / "backbone.pt")
 
@@ -164,7 +183,9 @@ def train(options: argparse.Namespace) -> None:
     if backbone.exists():
         model.backbone.load_state_dict(torch.load(backbone, weights_only=True))
     course = Course(model, options)
-    stream = scenes(items(options.data, "train"), SEEDS["train"], None, course.first * options.batch)
+    stream = scenes(
+        items(options.data, "train"), SEEDS["train"], None, course.first * options.batch
+    )
     test = make_scenes(items(options.data, "t10k"), 100, SEEDS["test"])
     log = Log(course.first, course.steps)
     feed = batches(stream, options.batch)

@@ -73,7 +73,7 @@ def coco_package() -> Any:
 
 
 def from_segmentation(segmentation: Any, height: int, width: int) -> Mask:
-    """The mask of COCO's polygons or run lengths, compressed or not; raises ValueError or TypeError."""
+    """The mask of COCO's polygons or run lengths, packed or not; or ValueError, TypeError."""
     if isinstance(segmentation, dict):
         if list(segmentation.get("size", ())) != [height, width]:
             raise ValueError(f"its size is {segmentation.get('size')}, not {[height, width]}")
