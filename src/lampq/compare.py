@@ -10,7 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -335,7 +335,7 @@ def _trial_row(
         "file_bytes": size,
         "smaller": comparison.float_bytes / size,
         **_seconds(progress, perf_counter() - start),
-        "calibration": asdict(result.calibration["mixed"]),
+        "calibration": result.calibration["mixed"].to_json(),
         "notices": list(result.notices),
     }
 

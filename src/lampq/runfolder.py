@@ -7,7 +7,6 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from lampq.artifact.checkpoint import write_atomically
 from lampq.artifact.fits import FitFolder
 from lampq.artifact.states import StateFolder
 from lampq.config import RunConfig
-from lampq.data import Preprocessing, Samples
+from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError, DataError
-from lampq.evaluate import BATCH, top1
 from lampq.models import LoadedModel
-from lampq.pipeline import Result, packed, quantize
+from lampq.pipeline import Result, packed, quantize, task_of
 from lampq.progress import Journal, Progress
 from lampq.report import (
     build_report,
@@ -34,11 +32,14 @@ from lampq.report import (
 from lampq.report.folder import files_of, write_page
 from lampq.report.histograms import histograms_json
 from lampq.scoring import Run
+from lampq.task import CLASSIFICATION
 from lampq.types import BitPlan, LayerBits
 from lampq.version import __version__
 
 WORK = ".lampq"
 STAMP = "run.json"
+# of a classifier, in whatever runtime
+score = CLASSIFICATION.score
 # what says that a folder holds results, of quantize or of compare
 RESULTS = ("report.json", "results.jsonl")
 
@@ -118,36 +119,17 @@ def check_labels(samples: Samples, loaded: Callable[[Tensor], Tensor]) -> None:
         )
 
 
-def score(
-    model: Callable[[Tensor], Tensor], samples: Samples, progress: Progress, label: str
-) -> dict[str, float]:
-    """Accuracy in percent, and the number of images."""
-    labels = samples.require_labels("an accuracy")
-    batches = -(-len(samples) // BATCH)
-    with torch.no_grad():
-        logits = torch.cat(
-            [model(x) for x, _ in progress.track(samples.batches(BATCH), label, batches)]
-        )
-    return {"top1": top1(logits, labels), "images": len(samples)}
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """All that one quantize command works on."""
 
     loaded: LoadedModel
-    samples: Samples
-    scored: Samples | None
+    samples: AnySamples
+    scored: AnySamples | None
     settings: RunConfig
     layer_plan: dict[str, LayerBits] | None
-    how: Preprocessing
+    how: Preprocessing | None
     inputs: dict[str, Any]
-
-
-def _scored(
-    build: Callable[[], nn.Module], samples: Samples, progress: Progress, label: str
-) -> dict[str, float]:
-    return score(build(), samples, progress, label)
 
 
 def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[str, Any], Result]:
@@ -167,7 +149,8 @@ def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[s
         result = quantize(loaded.model, job.samples, config=settings, plan=job.layer_plan, run=run)
     for notice in result.notices:
         progress.note(f"note: {notice}")
-    scores: dict[str, dict[str, float]] = {}
+    scores: dict[str, dict[str, Any]] = {}
+    task = task_of(settings)
     if scored is not None:
         models = {
             "fp32": lambda: loaded.model,
@@ -178,8 +161,12 @@ def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[s
             models["before_reconstruction"] = lambda: result.of_plan(result.plan)
         with progress.stage("evaluate"):
             for name, model in models.items():
-                compute = partial(_scored, model, scored, progress, f"scoring {name}")
-                scores[name] = journal.once(f"evaluation {name}", compute)
+                scores[name] = journal.once(
+                    f"evaluation {name}",
+                    lambda build=model, name=name: task.score(
+                        build(), scored, progress, f"scoring {name}"
+                    ),
+                )
     if result.sensitivity is not None:
         table, details = result.sensitivity.table, result.sensitivity.details
         _dump(out / "sensitivity.json", sensitivity_json(table, details))
@@ -195,7 +182,7 @@ def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[s
             "uniform_bytes": uniform_bytes(result),
             "data": {
                 **job.inputs,
-                "preprocessing": asdict(job.how),
+                "preprocessing": None if job.how is None else asdict(job.how),
                 "calibration_images": min(len(job.samples), settings.images),
             },
         },

@@ -30,9 +30,9 @@ from lampq.artifact.onnx.sites import (
     tokens_layer,
     total,
 )
-from lampq.calibrate import recording
 from lampq.data import Samples
 from lampq.errors import ExportError
+from lampq.hooks import recording
 from lampq.pieces import worst_piece
 from lampq.progress import Progress
 from lampq.quant.base import Quantizer

@@ -124,6 +124,22 @@ class QuantConv2d(QuantLayer):
         return applied(self.output_quantizer, output)
 
 
+class QuantConvTranspose2d(QuantLayer):
+    """Quantized ``nn.ConvTranspose2d`` that makes a patch of every pixel, patches side by side."""
+
+    def __init__(self, fit: LayerFit, conv: nn.ConvTranspose2d) -> None:
+        super().__init__(fit, tuple(fit.codes.shape))
+        self.patch = (int(conv.kernel_size[0]), int(conv.kernel_size[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A linear map of the quantized pixels, its outputs (channels, rows, columns) a patch."""
+        images, _, height, width = x.shape
+        pixels = self._quantized_input(x).permute(0, 2, 3, 1)
+        output = applied(self.output_quantizer, F.linear(pixels, self.weight, self.bias))
+        cut = output.view(images, height, width, -1, *self.patch).permute(0, 3, 1, 4, 2, 5)
+        return cut.reshape(images, -1, height * self.patch[0], width * self.patch[1])
+
+
 class QuantMatMul(nn.Module):
     """Matrix product of two quantized operands."""
 
@@ -166,6 +182,8 @@ def quantized_layer(fit: LayerFit, original: nn.Module) -> QuantLayer:
         return QuantConv2d(fit, original)
     if isinstance(original, nn.Linear):
         return QuantLinear(fit, tuple(original.weight.shape))
+    if isinstance(original, nn.ConvTranspose2d):
+        return QuantConvTranspose2d(fit, original)
     raise GraphError(f"{fit.spec.name!r} is a {type(original).__name__}, not a linear layer")
 
 

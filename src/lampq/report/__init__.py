@@ -145,7 +145,7 @@ def build_report(
         "seed": result.config.seed,
         "versions": versions(),
         "scores": {name: dict(score) for name, score in scores.items()},
-        "calibration": {name: asdict(quality) for name, quality in result.calibration.items()},
+        "calibration": {name: quality.to_json() for name, quality in result.calibration.items()},
         "uniform_bits": result.uniform.mean_weight_bits,
         "bits": {
             **bits_json(
