@@ -163,7 +163,18 @@ def pretrain(options: argparse.Namespace) -> None:
                 for o, a in zip(test.objects, found.argmax(1).tolist(), strict=True)
             )
             print(f"step {step}: {right / 10:.1f} % of 1,000 test items named right", flush=True)
-    torch.save(swin.state_dict(), options.out / "backbone.pt")
+
+
+def begin(model: Detector, options: argparse.Namespace) -> None:
+    """Start from given weights, or from the backbone that ``pretrain`` has so far."""
+    pretrained = options.out / "pretrain.state.pt"
+    if options.weights is not None:
+        load_state(model, read_weights(options.weights), str(options.weights))
+    elif pretrained.exists():
+        state = torch.load(pretrained, weights_only=True)
+        swin = {k: v for k, v in state["model"].items() if k.startswith("swin.")}
+        model.backbone.load_state_dict({k.removeprefix("swin."): v for k, v in swin.items()})
+        print(f"backbone of step {state['step']} of pretrain", flush=True)
 
 
 def batches(
@@ -179,9 +190,7 @@ def batches(
 def train(options: argparse.Namespace) -> None:
     """Train the detector, and write its weights in half precision with their score."""
     model = model_of(options)
-    backbone = options.out / "backbone.pt"
-    if backbone.exists():
-        model.backbone.load_state_dict(torch.load(backbone, weights_only=True))
+    begin(model, options)
     course = Course(model, options)
     stream = scenes(
         items(options.data, "train"), SEEDS["train"], None, course.first * options.batch
@@ -253,7 +262,7 @@ def main() -> None:
     parser.add_argument("job", choices=JOBS)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/detector"))
-    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--weights", type=Path, help="to score, or to start from")
     parser.add_argument("--cascade", action="store_true")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int)
@@ -263,7 +272,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    steps, batch = {"pretrain": (1500, 32)}.get(options.job, (3000, 8))
+    steps, batch = {"pretrain": (1500, 32)}.get(options.job, (6000, 4))
     options.steps, options.batch = options.steps or steps, options.batch or batch
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)

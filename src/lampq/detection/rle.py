@@ -48,10 +48,11 @@ class Mask:
 
     def box(self) -> tuple[float, float, float, float]:
         """The smallest box around it, x and y of two corners; zeros if nothing is inside."""
-        rows, columns = np.nonzero(self.pixels())
+        pixels = self.pixels()
+        rows, columns = np.flatnonzero(pixels.any(1)), np.flatnonzero(pixels.any(0))
         if not len(rows):
             return (0.0, 0.0, 0.0, 0.0)
-        corners = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+        corners = (columns[0], rows[0], columns[-1] + 1, rows[-1] + 1)
         left, top, right, bottom = (float(value) for value in corners)
         return (left, top, right, bottom)
 

@@ -50,10 +50,10 @@ class SceneStyle:
     """
 
     size: int = 128
-    items: tuple[int, int] = (2, 6)
+    items: tuple[int, int] = (3, 8)
     clutter: tuple[int, int] = (2, 6)
-    edge: tuple[int, int] = (32, 72)
-    visible: float = 0.6
+    edge: tuple[int, int] = (36, 72)
+    visible: float = 0.7
     noise: float = 6.0
 
     def __post_init__(self) -> None:
@@ -87,47 +87,61 @@ class _Canvas:
         self.areas: list[int] = []
         self.labels: list[int] = []
 
-    def paint(self, shape: Array, colours: Array, label: int | None) -> None:
-        """Put a shape (size, size) of colours (3, size, size) in front; no label is clutter."""
-        area = int(shape.sum())
-        seen = [int((mask & ~shape).sum()) for mask in self.masks]
-        if area == 0 or any(
-            now < self.style.visible * whole for now, whole in zip(seen, self.areas, strict=True)
-        ):
+    def paint(self, shape: Array, colours: Array, corner: Array, label: int | None) -> None:
+        """Put a shape (rows, columns) of colours (3, rows, columns) in front, at a corner.
+
+        What is outside the picture is cut off. Without a label it is clutter. Nothing is painted
+        if it would hide too much of an item.
+        """
+        size = self.style.size
+        top, left = (int(value) for value in corner)
+        rows = slice(max(0, top), min(size, top + shape.shape[0]))
+        columns = slice(max(0, left), min(size, left + shape.shape[1]))
+        part = shape[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
+        area = int(np.count_nonzero(part))
+        hidden = [int(np.count_nonzero(mask[rows, columns] & part)) for mask in self.masks]
+        seen = (
+            np.count_nonzero(mask) - less for mask, less in zip(self.masks, hidden, strict=True)
+        )
+        least = (self.style.visible * whole for whole in self.areas)
+        if area == 0 or any(now < need for now, need in zip(seen, least, strict=True)):
             return
-        self.pixels = np.where(shape, colours, self.pixels)
-        self.masks = [mask & ~shape for mask in self.masks]
+        inner = colours[:, rows.start - top : rows.stop - top, columns.start - left :]
+        inner = inner[:, :, : columns.stop - columns.start]
+        np.copyto(self.pixels[:, rows, columns], inner, where=part, casting="same_kind")
+        for mask in self.masks:
+            mask[rows, columns] &= ~part
         if label is not None:
-            self.masks.append(shape)
+            whole = np.zeros((size, size), bool)
+            whole[rows, columns] = part
+            self.masks.append(whole)
             self.areas.append(area)
             self.labels.append(label)
 
 
 def _smooth(cells: int, size: int, draw: np.random.Generator) -> Array:
-    """Smooth noise (size, size) of deviation one, so many cells across."""
-    grid = draw.standard_normal((cells + 1, cells + 1))
-    place = np.linspace(0, cells, size)
+    """Smooth noise (size, size) of deviation one at the knots, so many cells across."""
+    grid = draw.standard_normal((cells + 1, cells + 1), dtype=np.float32)
+    place = np.linspace(0, cells, size, dtype=np.float32)
     low = np.minimum(place.astype(int), cells - 1)
-    part = place - low
+    part = place - low.astype(np.float32)
     across = grid[:, low] * (1 - part) + grid[:, low + 1] * part
     noise: Array = across[low] * (1 - part)[:, None] + across[low + 1] * part[:, None]
     return noise
 
 
+def _uniform(draw: np.random.Generator, low: float, high: float, *shape: int) -> Array:
+    """Numbers between two, in single precision."""
+    return draw.uniform(low, high, shape).astype(np.float32)
+
+
 def _background(style: SceneStyle, draw: np.random.Generator) -> Array:
     """A smooth, tinted texture (3, size, size)."""
-    coarse = _smooth(int(draw.integers(2, 6)), style.size, draw) * draw.uniform(5, 25)
-    fine = _smooth(int(draw.integers(16, 48)), style.size, draw) * draw.uniform(2, 14)
-    base = draw.uniform(20, 130) + draw.uniform(-15, 15, (3, 1, 1))
-    texture: Array = base + coarse + fine
+    coarse = _smooth(int(draw.integers(2, 6)), style.size, draw) * _uniform(draw, 5, 25)
+    fine = _smooth(int(draw.integers(16, 48)), style.size, draw) * _uniform(draw, 2, 14)
+    base = _uniform(draw, 20, 130) + _uniform(draw, -15, 15, 3, 1, 1)
+    texture: Array = base + (coarse + fine)
     return texture
-
-
-def _place(part: Array, size: int, draw: np.random.Generator) -> tuple[Array, tuple[slice, slice]]:
-    """An empty (size, size) and a random place in it for the part."""
-    top, left = (int(draw.integers(0, size - edge + 1)) for edge in part.shape)
-    rows, columns = slice(top, top + part.shape[0]), slice(left, left + part.shape[1])
-    return np.zeros((size, size), part.dtype), (rows, columns)
 
 
 def _resized(picture: Array, edge: int) -> Array:
@@ -148,33 +162,30 @@ def _paint_item(canvas: _Canvas, picture: Array, label: int) -> None:
     # the inside of an item may be black, so its outline is filled
     filled = ndimage.binary_fill_holes(picture > 12)
     shape = _resized(filled, edge) > 0.5
-    dark, bright = draw.uniform(10, 60), draw.uniform(170, 255)
+    dark, bright = _uniform(draw, 10, 60), _uniform(draw, 170, 255)
     shade = dark + (bright - dark) / 255 * _resized(picture, edge)
-    inside, place = _place(shape, style.size, draw)
-    inside[place] = shape
-    colours = np.zeros((3, style.size, style.size))
-    colours[:, place[0], place[1]] = shade * draw.uniform(0.8, 1.0, (3, 1, 1))
-    canvas.paint(inside, colours, label)
+    colours = shade * _uniform(draw, 0.8, 1.0, 3, 1, 1)
+    canvas.paint(shape, colours, draw.integers(0, style.size - edge + 1, 2), label)
 
 
 def _paint_clutter(canvas: _Canvas) -> None:
     """An ellipse, a bar or a blob with a texture of its own."""
-    style, draw = canvas.style, canvas.draw
-    size = style.size
-    y, x = np.mgrid[:size, :size] - draw.uniform(0, size, (2, 1, 1))
-    angle = draw.uniform(0, np.pi)
+    draw = canvas.draw
+    long, short, angle = _uniform(draw, 8, 32), _uniform(draw, 2, 9), _uniform(draw, 0, np.pi)
+    reach = int(long + short) + 2
+    offset = np.arange(-reach, reach + 1, dtype=np.float32)
+    x, y = offset[None], offset[:, None]
     along, across = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
     kind = draw.integers(3)
-    long, short = draw.uniform(8, 32), draw.uniform(2, 9)
     if kind == 0:
         shape = (along / long) ** 2 + (across / (2 * short)) ** 2 < 1
     elif kind == 1:
         shape = (np.abs(along) < long) & (np.abs(across) < short)
     else:
-        shape = (along**2 + across**2 < long**2) & (_smooth(12, size, draw) > 0.3)
-    texture = _smooth(int(draw.integers(4, 40)), size, draw) * draw.uniform(2, 30)
-    colours = draw.uniform(10, 240) * draw.uniform(0.7, 1.0, (3, 1, 1)) + texture
-    canvas.paint(shape, colours, None)
+        shape = (along**2 + across**2 < long**2) & (_smooth(6, len(offset), draw) > 0.3)
+    texture = _smooth(int(draw.integers(2, 16)), len(offset), draw) * _uniform(draw, 2, 30)
+    colours = _uniform(draw, 10, 240) * _uniform(draw, 0.7, 1.0, 3, 1, 1) + texture
+    canvas.paint(shape, colours, draw.integers(0, canvas.style.size, 2) - reach, None)
 
 
 def make_scene(
@@ -194,7 +205,8 @@ def make_scene(
             _paint_item(canvas, items.images[chosen], int(items.labels[chosen]))
         else:
             _paint_clutter(canvas)
-    noisy = canvas.pixels + draw.standard_normal(canvas.pixels.shape) * style.noise
+    noise = draw.standard_normal(canvas.pixels.shape, dtype=np.float32)
+    noisy = canvas.pixels + np.float32(style.noise) * noise
     image = torch.from_numpy(np.clip(noisy, 0, 255).astype(np.uint8))
     masks = [Mask.of(mask) for mask in canvas.masks]
     return image, Objects.of(masks, [label + 1 for label in canvas.labels])
