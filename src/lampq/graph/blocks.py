@@ -41,7 +41,6 @@ class ExplicitBlock(nn.Module):
         return output
 
 
-@cache
 def _explicit_swin_block(kind: type[nn.Module]) -> type[nn.Module]:
     class ExplicitSwinBlock(kind):  # type: ignore[misc, valid-type]
         """A block of Swin, in evaluation; shifts and windows are those of its kind."""
@@ -64,20 +63,22 @@ def _explicit_swin_block(kind: type[nn.Module]) -> type[nn.Module]:
     return ExplicitSwinBlock
 
 
-def _swin_blocks() -> tuple[type[nn.Module], ...]:
+@cache
+def _swin_blocks() -> dict[type[nn.Module], type[nn.Module]]:
+    """The kinds of blocks of Swin and their explicit forms."""
     from timm.models.swin_transformer import SwinTransformerBlock
 
-    return SwinTransformerBlock, padded_swin_block()
+    kinds = SwinTransformerBlock, padded_swin_block()
+    return {kind: _explicit_swin_block(kind) for kind in kinds}
 
 
 def known_blocks() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
     """The blocks whose sums can be made explicit, and how."""
     from timm.models.vision_transformer import Block
 
-    swin = {kind: _explicit_swin_block(kind) for kind in _swin_blocks()}
-    return {Block: ExplicitBlock, **swin}
+    return {Block: ExplicitBlock, **_swin_blocks()}
 
 
 def explicit_blocks() -> tuple[type[nn.Module], ...]:
     """The kinds of blocks that have explicit sums."""
-    return ExplicitBlock, *map(_explicit_swin_block, _swin_blocks())
+    return ExplicitBlock, *_swin_blocks().values()
