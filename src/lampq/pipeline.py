@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -33,9 +33,6 @@ from lampq.reconstruct import FINISHERS, Finisher
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
 from lampq.task import CLASSIFICATION, Measured, Task
 from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
-
-if TYPE_CHECKING:
-    from lampq.detection.samples import DetectionSamples
 
 # fields of plug-ins that the configuration calls by the paper's letter or by stage
 OPTION_OF_FIELD = {
@@ -202,7 +199,7 @@ def prepare(
 
 def quantize(
     model: nn.Module,
-    samples: Samples | DetectionSamples | Iterable[object],
+    samples: AnySamples | Iterable[object],
     *,
     config: RunConfig | None = None,
     patterns: tuple[RolePattern, ...] = TIMM,
@@ -253,7 +250,7 @@ def gathered(samples: Any) -> AnySamples:
     """Samples as they are, or those of any iterable of images."""
     if isinstance(samples, Samples) or not hasattr(samples, "category_ids"):
         return gather(samples)
-    return cast("DetectionSamples", samples)
+    return cast(AnySamples, samples)
 
 
 def _quantize(

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lampq.artifact.states import StateFolder
 from lampq.config import RunConfig
 from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError, DataError
-from lampq.models import LoadedModel
+from lampq.models import ModelSource
 from lampq.pipeline import Result, packed, quantize, task_of
 from lampq.progress import Journal, Progress
 from lampq.report import (
@@ -32,7 +33,7 @@ from lampq.report import (
 from lampq.report.folder import files_of, write_page
 from lampq.report.histograms import histograms_json
 from lampq.scoring import Run
-from lampq.task import CLASSIFICATION
+from lampq.task import CLASSIFICATION, Task
 from lampq.types import BitPlan, LayerBits
 from lampq.version import __version__
 
@@ -123,7 +124,8 @@ def check_labels(samples: Samples, loaded: Callable[[Tensor], Tensor]) -> None:
 class Job:
     """All that one quantize command works on."""
 
-    loaded: LoadedModel
+    model: nn.Module
+    source: ModelSource
     samples: AnySamples
     scored: AnySamples | None
     settings: RunConfig
@@ -132,28 +134,34 @@ class Job:
     inputs: dict[str, Any]
 
 
+def _scored(
+    task: Task, build: Callable[[], nn.Module], samples: AnySamples, progress: Progress, label: str
+) -> dict[str, Any]:
+    return task.score(build(), samples, progress, label)
+
+
 def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[str, Any], Result]:
     """Quantize, score and write the run folder; the best plan so far is always on disk."""
-    loaded, scored, settings = job.loaded, job.scored, job.settings
+    float_model, scored, settings = job.model, job.scored, job.settings
     journal = Journal(work / "journal.jsonl")
 
     def keep(plan: BitPlan, model: nn.Module) -> None:
         _dump(out / "plan.json", plan_json(plan))
-        content = packed(model, loaded.source, plan, settings, job.how)
+        content = packed(model, job.source, plan, settings, job.how)
         write_atomically(out / "model.safetensors", content)
 
     states = StateFolder(work / "states")
     run = Run(progress, journal, FitFolder(work / "fits"), keep, states)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they come back as notices
-        result = quantize(loaded.model, job.samples, config=settings, plan=job.layer_plan, run=run)
+        result = quantize(float_model, job.samples, config=settings, plan=job.layer_plan, run=run)
     for notice in result.notices:
         progress.note(f"note: {notice}")
     scores: dict[str, dict[str, Any]] = {}
     task = task_of(settings)
     if scored is not None:
         models = {
-            "fp32": lambda: loaded.model,
+            "fp32": lambda: float_model,
             "uniform": result.uniform_model,
             "mixed": lambda: result.model,
         }
@@ -161,17 +169,13 @@ def run_job(job: Job, out: Path, work: Path, progress: Progress) -> tuple[dict[s
             models["before_reconstruction"] = lambda: result.of_plan(result.plan)
         with progress.stage("evaluate"):
             for name, model in models.items():
-                scores[name] = journal.once(
-                    f"evaluation {name}",
-                    lambda build=model, name=name: task.score(
-                        build(), scored, progress, f"scoring {name}"
-                    ),
-                )
+                compute = partial(_scored, task, model, scored, progress, f"scoring {name}")
+                scores[name] = journal.once(f"evaluation {name}", compute)
     if result.sensitivity is not None:
         table, details = result.sensitivity.table, result.sensitivity.details
         _dump(out / "sensitivity.json", sensitivity_json(table, details))
     files = {"model.safetensors": (out / "model.safetensors").stat().st_size}
-    float_bytes = 4 * sum(p.numel() for p in loaded.model.parameters())
+    float_bytes = 4 * sum(p.numel() for p in float_model.parameters())
     report = build_report(
         result,
         scores=scores,

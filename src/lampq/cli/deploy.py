@@ -205,7 +205,12 @@ def refitted(source: Source, profile: str, where: Calibration, progress: Progres
     else:
         samples = calibration_samples(calib, how, settings.images, settings.seed, progress)
     scored = evaluation_samples(loaded, calib, evaluation, how, progress)
-    run_job(Job(loaded, samples, scored, settings, plan, how, inputs), out, work, progress)
+    run_job(
+        Job(loaded.model, loaded.source, samples, scored, settings, plan, how, inputs),
+        out,
+        work,
+        progress,
+    )
     return Source.of(out)
 
 
