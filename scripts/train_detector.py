@@ -37,6 +37,7 @@ from lampq.models import load_state, read_weights
 
 JOBS = ("pretrain", "train", "score", "scenes")
 SINGLE = SceneStyle(size=48, items=(1, 1), clutter=(0, 2), edge=(32, 48))
+RISE, FALL = 200, 0.4  # steps of the rise, and share of the steps in which the rate falls
 SEEDS = {"pretrain": 1, "train": 2, "test": 3}
 
 
@@ -62,40 +63,46 @@ def model_of(options: argparse.Namespace) -> Detector:
 
 
 class Course:
-    """Optimizer, one-cycle schedule and a state file, for a number of steps."""
+    """Optimizer, rates and a state file, for a number of steps.
+
+    The rate rises over the first steps, stays, and falls to zero over the last part. A run that is
+    resumed before that part may have more steps, or fewer.
+    """
 
     def __init__(self, model: nn.Module, options: argparse.Namespace) -> None:
         self.model, self.steps = model, options.steps
-        self.path = options.out / f"{options.job}.state.pt"
+        name = options.job + ("_cascade" if options.cascade else "")
+        self.path = options.out / f"{name}.state.pt"
         decayed = [p for k, p in model.named_parameters() if p.ndim > 1 and "position" not in k]
         others = [p for k, p in model.named_parameters() if p.ndim <= 1 or "position" in k]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=options.rate, weight_decay=0.05)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, options.rate, total_steps=self.steps, pct_start=0.1
-        )
-        self.parts = {"model": model, "optimizer": self.optimizer, "schedule": self.schedule}
-        self.first = 0
+        self.rate, self.done = options.rate, 0
+        self.parts = {"model": model, "optimizer": self.optimizer}
         if self.path.exists():
             state = torch.load(self.path, weights_only=True)
             for name, part in self.parts.items():
                 part.load_state_dict(state[name])
             torch.set_rng_state(state["generator"])
-            self.first = state["step"]
+            self.done = state["step"]
+        self.first = self.done
 
     def step(self, loss: Tensor) -> None:
         """Follow the gradient of the loss."""
+        self.done += 1
+        left = (self.steps - self.done) / (FALL * self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * max(0.0, min(1.0, self.done / RISE, left))
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.schedule.step()
 
-    def save(self, step: int) -> None:
+    def save(self) -> None:
         """Write the state; the file is there whole or not at all."""
         state: dict[str, Any] = {name: part.state_dict() for name, part in self.parts.items()}
         temporary = self.path.with_suffix(".tmp")
-        torch.save({**state, "generator": torch.get_rng_state(), "step": step}, temporary)
+        torch.save({**state, "generator": torch.get_rng_state(), "step": self.done}, temporary)
         temporary.replace(self.path)
 
 
@@ -153,7 +160,7 @@ def pretrain(options: argparse.Namespace) -> None:
         if step % 100 == 0 or step == course.steps:
             log.line(step)
         if step % 500 == 0 or step == course.steps:
-            course.save(step)
+            course.save()
             with torch.no_grad():
                 found = torch.cat(
                     [logits(list(test.images[i : i + 100])) for i in range(0, 1000, 100)]
@@ -206,7 +213,7 @@ def train(options: argparse.Namespace) -> None:
         if step % 50 == 0 or step == course.steps:
             log.line(step)
         if step % 200 == 0 or step == course.steps:
-            course.save(step)
+            course.save()
         if step % options.every == 0:
             print(f"step {step}: {said(score(model.eval(), test))}", flush=True)
             model.train()
@@ -266,7 +273,7 @@ def main() -> None:
     parser.add_argument("--cascade", action="store_true")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=8e-4)
     parser.add_argument("--every", type=int, default=500, help="steps between scores")
     parser.add_argument("--count", type=int, default=500, help="number of scenes")
     parser.add_argument("--seed", type=int, default=0)
