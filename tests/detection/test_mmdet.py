@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import CLASSES, STDS, Reference, decoded, pooled
+from published import CLASSES, STDS, Reference, decoded, pooled
 from torch import Tensor
 from torchvision.models.detection.image_list import ImageList
 
