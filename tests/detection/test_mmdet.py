@@ -14,7 +14,6 @@ from torchvision.models.detection.image_list import ImageList
 
 from lampq.detection.mmdet import (
     key_table,
-    load_mmdet,
     load_mmdet_state,
     mmdet_state,
     names_in,
@@ -22,6 +21,7 @@ from lampq.detection.mmdet import (
 )
 from lampq.detection.models import Detector
 from lampq.detection.options import DetectorOptions
+from lampq.detection.weights import load_detector
 from lampq.errors import FormatError
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "cascade": {"names": "layers", "cascade": True, "convs": 2},
     "agnostic": {"names": "stages", "cascade": True, "agnostic": True},
 }
+NAME = "swin_tiny_patch4_window7_224"  # the nearest one
 SMALL = {"min_size": 64, "max_size": 96}
 Pair = tuple[Reference, Detector]
 
@@ -209,7 +210,7 @@ def test_a_detector_comes_back_from_its_own_checkpoint(kind: str, tmp_path: Path
         assert torch.equal(state[key], values), key
     path = tmp_path / "detector.pth"
     torch.save({"meta": {"epoch": 12}, "state_dict": state}, path)
-    again = load_mmdet(path, **SMALL)
+    again = load_detector(NAME, path, **SMALL)
     assert again.options == model.options
     assert not again.training
     for key, values in model.state_dict().items():
@@ -257,11 +258,31 @@ def test_the_first_key_that_does_not_fit_is_named(harm: Any, says: str, tmp_path
     path = tmp_path / "detector.pth"
     torch.save({"state_dict": state}, path)
     with pytest.raises(FormatError, match=re.escape(says)):
-        load_mmdet(path)
+        load_detector(NAME, path)
 
 
 def test_a_checkpoint_with_code_in_it_is_not_run(tmp_path: Path) -> None:
     path = tmp_path / "detector.pth"
     torch.save({"state_dict": {}, "meta": Path("x")}, path)
     with pytest.raises(FormatError, match="more than tensors"):
-        load_mmdet(path)
+        load_detector(NAME, path)
+
+
+PARTS = r"\.(weight|bias|running_mean|running_var|num_batches_tracked)$"
+
+
+def _pattern(key: str) -> str:
+    """A key without the name of its tensor, every number a star."""
+    return re.sub(r"(?<=[.m])\d+(?=\.|$)", "*", re.sub(PARTS, "", key))
+
+
+def test_the_page_shows_every_key(pairs: dict[str, Pair]) -> None:
+    page = Path(__file__).parents[2] / "docs/detection.md"
+    rows = re.findall(
+        r"^\| `([\w.*]+)` \| `([\w.*]+)` \| ([\w ]+) \|$", page.read_text(encoding="utf-8"), re.M
+    )
+    made = set()
+    for reference, model in pairs.values():
+        for entry in key_table(model, names_in(reference.state_dict())):
+            made.add((_pattern(entry.source), _pattern(entry.target), entry.change))
+    assert made == set(rows)

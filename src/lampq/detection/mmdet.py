@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isqrt
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from lampq.detection.models import Detector
 from lampq.detection.options import DetectorOptions
 from lampq.errors import FormatError
-from lampq.models import load_state, read_weights
+from lampq.models import load_state
 
 Names = Literal["layers", "stages"]
 # what stays, what is only compared, and what is in another order
@@ -233,21 +232,6 @@ def load_mmdet_state(model: Detector, state: Mapping[str, Tensor], where: str) -
         if entries[key].change != "compared"
     }
     load_state(model, converted, where)
-
-
-def load_mmdet(path: Path, **options: Any) -> Detector:
-    """The detector in a checkpoint file, in evaluation mode.
-
-    Args:
-        path: A ``.pth`` file, read without running code of it, or a ``.safetensors`` file.
-        options: Fields of ``DetectorOptions`` that the tensors do not tell.
-    """
-    state = read_weights(path)
-    found = options_in(state, str(path))
-    model = Detector(DetectorOptions.from_json({**found, **options}))
-    load_mmdet_state(model, state, str(path))
-    ready: Detector = model.eval()
-    return ready
 
 
 def mmdet_state(model: nn.Module, names: Names = "layers") -> dict[str, Tensor]:
