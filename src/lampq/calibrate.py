@@ -173,7 +173,14 @@ def collect(
     limits |= dict.fromkeys(added, max_tokens)
     kept = {name: _Rows(limit) for name, limit in limits.items()}
     sloped = gradients or tokens == "fisher"
-    with recording_calls(model, [*names, *added]) as calls:
+
+    def summed(name: str, gradient: Tensor) -> Tensor | None:
+        """What weighs tokens, where nothing else of the gradients is needed."""
+        module = layers.get(name)
+        return None if module is None else _power(token_gradients(module, gradient))
+
+    kept_of_gradients = (lambda _name, gradient: gradient) if gradients else summed
+    with recording_calls(model, [*names, *added], kept_of_gradients) as calls:
         before = 0
         for number, (images, known) in enumerate(samples.batches(passes.at_once(batch))):
             calls.clear()
@@ -203,6 +210,11 @@ def collect(
     return _statistics(graph, added, kept, views, sloped=gradients)
 
 
+def _power(gradients: Tensor) -> Tensor:
+    """Squared norm of each row."""
+    return gradients.square().sum(dim=-1)
+
+
 @dataclass(frozen=True, slots=True)
 class _SiteDraw:
     """What a layer, or a matmul (no module), was given in one pass."""
@@ -221,10 +233,10 @@ class _SiteDraw:
             return self._maps(keep, generator, sloped=sloped)
         inputs = [call.operands[0] for call in self.calls]
         count = sum(count_tokens(self.module, one) for one in inputs)
-        slopes = self._slopes(self.module) if weighed or sloped else None
+        slopes = self._slopes(self.module, whole=sloped) if weighed or sloped else None
         weights = None
         if weighed and slopes is not None:
-            weights = token_weights(slopes, weighed)
+            weights = token_weights(_power(slopes) if sloped else slopes, weighed)
         index = drawn(count, keep, generator, weights)
         rows = picked_tokens(self.module, inputs, index)
         if not sloped:
@@ -235,12 +247,15 @@ class _SiteDraw:
             slopes = slopes / (weights / weights.mean()).sqrt()[:, None]
         return rows, slopes[index]
 
-    def _slopes(self, module: nn.Module) -> Tensor | None:
-        """Gradients at the output, (tokens, outputs); None if nothing depends on the site."""
+    def _slopes(self, module: nn.Module, *, whole: bool) -> Tensor | None:
+        """Gradients at the output, (tokens, outputs), or what was kept of them, (tokens,).
+
+        None if nothing depends on the site.
+        """
         found = [call.gradient for call in self.calls if call.gradient is not None]
         if len(found) < len(self.calls):
             return None
-        return torch.cat([token_gradients(module, gradient) for gradient in found])
+        return torch.cat([token_gradients(module, one) if whole else one for one in found])
 
     def _maps(self, keep: int, generator: torch.Generator, *, sloped: bool) -> tuple[Tensor, ...]:
         (call,) = self.calls

@@ -75,18 +75,22 @@ def recording_gradients(model: nn.Module, names: list[str]) -> Iterator[dict[str
 
 @dataclass(slots=True)
 class Call:
-    """One call of a site in a pass: its operands, and the gradient at its output if there is."""
+    """One call of a site in a pass: its operands, and what is kept of its output's gradient."""
 
     operands: tuple[Tensor, ...]
     gradient: Tensor | None = None
 
-    def _keep(self, gradient: Tensor) -> None:
-        self.gradient = gradient
-
 
 @contextmanager
-def recording_calls(model: nn.Module, names: list[str]) -> Iterator[dict[str, list[Call]]]:
-    """All calls of the named modules, while the context lasts; the user empties the lists."""
+def recording_calls(
+    model: nn.Module,
+    names: list[str],
+    kept: Callable[[str, Tensor], Tensor | None] = lambda _name, gradient: gradient,
+) -> Iterator[dict[str, list[Call]]]:
+    """All calls of the named modules, while the context lasts; the user empties the lists.
+
+    ``kept``: what is kept of the gradient at the output of a module, by its name.
+    """
     calls: dict[str, list[Call]] = {}
 
     def attach(name: str) -> torch.utils.hooks.RemovableHandle:
@@ -94,7 +98,9 @@ def recording_calls(model: nn.Module, names: list[str]) -> Iterator[dict[str, li
             call = Call(tuple(operand.detach() for operand in operands))
             calls.setdefault(name, []).append(call)
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(call._keep)  # type: ignore[no-untyped-call]
+                output.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: setattr(call, "gradient", kept(name, gradient))
+                )
 
         return model.get_submodule(name).register_forward_hook(keep)
 

@@ -104,14 +104,14 @@ def token_gradients(module: nn.Module, gradient: Tensor) -> Tensor:
     return gradient.flatten(0, -2)
 
 
-def token_weights(gradients: Tensor, images: int) -> Tensor:
-    """How often each token should be drawn, (tokens,), by gradients (tokens, outputs).
+def token_weights(power: Tensor, images: int) -> Tensor:
+    """How often each token should be drawn, by the squared gradients at its output; (tokens,).
 
     One half of the weight is even, the other is the token's share of its image's squared output
     gradient: where the class token alone decides, as in the last blocks of a ViT, it gets most of
     that although it is one of hundreds.
     """
-    power = gradients.square().sum(dim=-1).reshape(images, -1)
+    power = power.reshape(images, -1)
     share = power / power.sum(dim=1, keepdim=True).clamp_min(1e-30)
     return (share + 1 / max(1, share.shape[1])).flatten()
 

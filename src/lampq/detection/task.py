@@ -132,11 +132,12 @@ class DetectionTask:
     def prefix(
         self,
         reference: nn.Module,
-        _blocks: Sequence[str],
+        blocks: Sequence[str],
         samples: DetectionSamples,
-        _batch: int | None = None,
+        batch: int | None = None,
     ) -> WholeRuns:
         """Whole runs: the pyramid takes what every stage gives."""
+        del blocks, batch
         return WholeRuns(self, reference, samples)
 
     def quality(
