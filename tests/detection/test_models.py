@@ -202,6 +202,17 @@ def test_the_scene_detector_is_small_enough_to_be_sent_around() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "millions"),
+    [({}, 48), ({"cascade": True, "box_convs": 4, "box_fcs": 1}, 86)],
+    ids=["mask-rcnn", "cascade"],
+)
+def test_detectors_have_the_published_size(options: dict[str, Any], millions: int) -> None:
+    with torch.device("meta"):
+        model = detector("swin_tiny_patch4_window7_224", classes=80, **options)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+@pytest.mark.parametrize(
     ("name", "options", "says"),
     [
         ("resnet50", {}, "no Swin of timm"),

@@ -45,12 +45,12 @@ def _explicit_swin_block(kind: type[nn.Module]) -> type[nn.Module]:
     class ExplicitSwinBlock(kind):  # type: ignore[misc, valid-type]
         """A block of Swin, in evaluation; shifts and windows are those of its kind."""
 
-        def __init__(self, original: nn.Module) -> None:
+        def __init__(self, original: Any) -> None:
             nn.Module.__init__(self)
             self.__dict__.update(original.__dict__)
             self._modules = dict(original._modules)
-            if isinstance(original, padded_swin_block()):
-                self.norm1 = PaddedNorm(self.norm1)
+            if issubclass(kind, padded_swin_block()):
+                self.norm1 = PaddedNorm(original.norm1)
             self.sum1, self.sum2 = Sum(LayerRole.PROJ), Sum(LayerRole.FC2)
 
         def forward(self, x: Tensor) -> Tensor:
