@@ -4,7 +4,7 @@
     python scripts/train_detector.py pretrain --data $data --out $out
     python scripts/train_detector.py train --data $data --out $out
     python scripts/train_detector.py score --weights $out/scene_swin.safetensors
-    python scripts/train_detector.py scenes --out $out/scenes --count 500
+    python scripts/train_detector.py scenes --out $out/scenes --split eval --count 500
 
 The data folder holds the four original ``*-ubyte.gz`` files (Debian: ``dataset-fashion-mnist``).
 ``pretrain`` teaches the backbone to name single items; ``train`` starts from it. Both resume from
@@ -275,6 +275,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rate", type=float, default=8e-4)
     parser.add_argument("--every", type=int, default=500, help="steps between scores")
+    parser.add_argument("--split", choices=("calib", "eval"), default="eval", help="of scenes")
     parser.add_argument("--count", type=int, default=500, help="number of scenes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -286,7 +287,7 @@ def main() -> None:
     if options.job == "score":
         score_file(options)
     elif options.job == "scenes":
-        print(write_coco(bundled_scenes("eval", options.count, options.seed), options.out))
+        print(write_coco(bundled_scenes(options.split, options.count, options.seed), options.out))
     elif options.data is None:
         parser.error("training needs --data, the folder of Fashion-MNIST")
     else:
