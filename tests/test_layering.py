@@ -49,6 +49,7 @@ ORDER = (
     "report",
     "runfolder",
     "export",
+    "export_detector",
     "bench",
     "compare",
     "terminal",
