@@ -85,6 +85,8 @@ def make_trials(
     ``options`` are fields of RunConfig, common to all.
     """
     common = make_config(options)
+    if common.task != "classification":
+        raise ConfigError(f"a comparison is one of classifiers, not of {common.task}")
     for name in ("target_size", "target_bops"):
         if getattr(common, name) is not None:
             raise ConfigError(f"a comparison has its budgets from bits: leave {name} out")
