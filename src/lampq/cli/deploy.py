@@ -163,7 +163,6 @@ def export_command(
         raise ConfigError(f"the file to write must be called like model.onnx, got {str(out)!r}")
     engines = check_runtimes(names(runtimes, "runtimes"))
     source = Source.of(run)
-    target = out or source.checkpoint.with_name("model.onnx")
     fixed = height_and_width(size)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
     if source.header.source.kind == "detector":
@@ -172,7 +171,7 @@ def export_command(
         shown = source.annotated(calib, calib_annotations, images or FEW, progress)
         made = export_pyramid(
             source.checkpoint,
-            target,
+            out or source.checkpoint.with_name("model.onnx"),
             shown,
             size=fixed,
             runtimes=engines,
@@ -187,6 +186,7 @@ def export_command(
     if profile is not None and profile != profile_of(source.header):
         source = refitted(source, profile, where, progress)
     samples = source.pictures(where, images or IMAGES, progress)
+    target = out or source.checkpoint.with_name("model.onnx")
     done = export_onnx(
         source.checkpoint, target, samples, runtimes=engines, any_cpu=any_cpu, progress=progress
     )
