@@ -8,16 +8,12 @@ from conftest import Case
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lampq.calibrate import (
-    LayerStats,
-    MatmulStats,
-    collect,
-    drawn_labels,
-    recording,
-    tokens_of,
-)
+from lampq.calibrate import LayerStats, MatmulStats, collect
 from lampq.data import Samples
 from lampq.errors import GraphError
+from lampq.hooks import recording
+from lampq.passes import drawn_labels
+from lampq.tokens import tokens_of
 from lampq.types import LayerRole, LayerSpec, ModelGraph
 
 ONE = ModelGraph((LayerSpec("1", LayerRole.FC1, 0, 12),), (), ())

@@ -149,16 +149,17 @@ def test_the_model_is_restored_when_a_run_fails(case: Case) -> None:
 
 def test_a_run_gives_each_batch_with_its_labels(case: Case) -> None:
     cache = PrefixCache(case.model, case.graph.blocks, case.samples, batch=4)
-    logits, labels = zip(*cache.run(case.model, 1), strict=True)
-    assert torch.equal(torch.cat(logits), cache.logits)
+    started = cache.started(case.model, 1)
+    logits, labels = zip(*((case.model(images), known) for images, known in started), strict=True)
+    assert torch.equal(torch.cat(logits), cache.answers)
     assert torch.equal(torch.cat(labels), case.samples.require_labels("a test"))
 
 
 def test_a_run_with_gradients_reaches_the_first_block_it_runs(case: Case) -> None:
     cache = PrefixCache(case.model, case.graph.blocks, case.samples)
     model = copy.deepcopy(case.model).requires_grad_(True)
-    for logits, _ in cache.run(model, 1, grad=True):
-        logits.square().sum().backward()
+    for images, _ in cache.started(model, 1):
+        model(images).square().sum().backward()
     reached = [
         any(p.grad is not None for p in model.get_submodule(name).parameters())
         for name in case.graph.blocks
@@ -174,8 +175,8 @@ def test_the_gradients_of_a_run_are_those_of_a_full_run(case: Case) -> None:
     gradients = []
     for first in (0, 1):
         weight.grad = None
-        for logits, _ in cache.run(model, first, grad=True):
-            logits.square().sum().backward()
+        for images, _ in cache.started(model, first):
+            model(images).square().sum().backward()
         assert weight.grad is not None
         gradients.append(weight.grad)
     torch.testing.assert_close(gradients[1], gradients[0])
@@ -185,7 +186,7 @@ def test_a_run_that_is_given_up_restores_the_model(case: Case) -> None:
     cache = PrefixCache(case.model, case.graph.blocks, case.samples, batch=2)
     model = copy.deepcopy(case.model)
     modules = dict(model.named_modules())
-    run = cache.run(model, 1)
+    run = cache.started(model, 1)
     next(run)
     run.close()  # type: ignore[attr-defined]
     assert dict(model.named_modules()) == modules

@@ -10,7 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -78,6 +78,8 @@ def make_trials(
     ``options`` are fields of RunConfig, common to all.
     """
     common = make_config(options)
+    if common.task != "classification":
+        raise ConfigError(f"a comparison is one of classifiers, not of {common.task}")
     for name in ("target_size", "target_bops"):
         if getattr(common, name) is not None:
             raise ConfigError(f"a comparison has its budgets from bits: leave {name} out")
@@ -280,7 +282,7 @@ def _trial_row(
         "file_bytes": size,
         "smaller": comparison.float_bytes / size,
         **_seconds(progress, perf_counter() - start),
-        "calibration": asdict(result.calibration["mixed"]),
+        "calibration": result.calibration["mixed"].to_json(),
         "notices": list(result.notices),
     }
 

@@ -14,6 +14,22 @@ from lampq.errors import ConfigError
 from lampq.types import INTEGER_BITS, MAX_BITS, MIN_BITS, LayerBits, Profile
 
 Preset = Literal["best", "paper"]
+TaskName = Literal["classification", "detection"]
+# what alpha_signal and accept may be
+SIGNALS: dict[str, tuple[str, ...]] = {
+    "classification": ("accuracy", "loss", "kl"),
+    "detection": ("ap", "loss"),
+}
+# what a detector has no form of: logits, second derivatives, integer kernels
+REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "classification": {},
+    "detection": {
+        "labels": ("model",),
+        "metric": ("kl",),
+        "hessian": ("hutchinson",),
+        "profile": ("speed",),
+    },
+}
 WIDE = (2, 3, 4, 5, 6, 8)
 
 
@@ -34,6 +50,7 @@ class RunConfig:
     act_choices: tuple[int, ...] | None = None
     profile: Profile = "accuracy"
     preset: Preset = "best"
+    task: TaskName = "classification"
     seed: int = 0
     images: int = 1024
     # base method
@@ -51,6 +68,7 @@ class RunConfig:
     sites: Literal["published", "inputs"] = "inputs"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
+    head_bits: Literal["target", "float"] | int = "target"
     rest_bits: Literal[16, 32] = 16
     # metric
     metric: str = "output"
@@ -61,7 +79,7 @@ class RunConfig:
     mu: float = 0.5
     probe_images: int = 1024
     trace_images: int = 64
-    alpha_signal: Literal["accuracy", "loss", "kl"] = "kl"
+    alpha_signal: Literal["accuracy", "loss", "kl", "ap"] = "kl"
     alpha_trace: Literal["quantized", "fp"] = "fp"
     hessian: Literal["fisher", "hutchinson"] = "fisher"
     # allocation and exchanges
@@ -73,7 +91,7 @@ class RunConfig:
     ratios: Literal["paper", "exact", "optimal", "measured"] = "measured"
     gain_formula: Literal["verbal", "printed"] = "verbal"
     swap_budget: Literal["weighted", "unweighted"] = "weighted"
-    accept: Literal["accuracy", "loss", "kl"] = "kl"
+    accept: Literal["accuracy", "loss", "kl", "ap"] = "kl"
     score_images: int = 256
     patience: int = 5
     fallback: Literal["uniform", "none"] = "uniform"
@@ -93,7 +111,7 @@ class RunConfig:
         hints = typing.get_type_hints(type(self))
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), hints[field.name])
-        for name in ("bits", "act_bits", "beta", "edge_bits", "matmul_bits"):
+        for name in ("bits", "act_bits", "beta", "edge_bits", "matmul_bits", "head_bits"):
             value, most = getattr(self, name), self._most(name)
             if isinstance(value, int | float) and not MIN_BITS <= value <= most:
                 why = "" if most == MAX_BITS else " with profile speed"
@@ -150,6 +168,22 @@ class RunConfig:
                 )
         if self.joint and self.act_choices is not None:
             raise ConfigError("act_choices are for separate widths: set joint to false")
+        self._check_task()
+
+    def _check_task(self) -> None:
+        """Raise if an option is not one of the task's."""
+        signals = SIGNALS[self.task]
+        for name in ("alpha_signal", "accept"):
+            if getattr(self, name) not in signals:
+                raise ConfigError(
+                    f"{name} must be {' or '.join(signals)} for {self.task}, "
+                    f"got {getattr(self, name)}"
+                )
+        for name, refused in REFUSED[self.task].items():
+            if getattr(self, name) in refused:
+                raise ConfigError(f"{name} cannot be {getattr(self, name)} for {self.task}")
+        if self.task == "detection" and self.reconstruct is not None:
+            raise ConfigError("detectors cannot be reconstructed: leave reconstruct out")
 
     def _most(self, name: str = "bits") -> int:
         """The largest value of a width: layers for integer kernels have eight bits at most."""
@@ -234,6 +268,23 @@ PAPER: dict[str, Any] = {
     "patience": 0,
 }
 PRESETS: dict[str, dict[str, Any]] = {"best": {"preset": "best"}, "paper": PAPER}
+# what detectors have instead: an image of theirs is as much work as dozens of a classifier's
+DETECTION: dict[str, Any] = {
+    "images": 256,
+    "fit_images": 32,
+    "metric_images": 64,
+    "probe_images": 64,
+    "trace_images": 16,
+    "score_images": 64,
+    "labels": "data",
+}
+TASKS: dict[str, dict[str, dict[str, Any]]] = {
+    "classification": {"best": {}, "paper": {}},
+    "detection": {
+        "best": {**DETECTION, "alpha_signal": "loss", "accept": "loss"},
+        "paper": {**DETECTION, "alpha_signal": "ap", "accept": "ap"},
+    },
+}
 
 
 def make_config(options: Mapping[str, Any]) -> RunConfig:
@@ -249,6 +300,9 @@ def make_config(options: Mapping[str, Any]) -> RunConfig:
     preset = given.get("preset", "best")
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    task = given.get("task", "classification")
+    if not isinstance(task, str) or task not in TASKS:
+        raise ConfigError(f"unknown task {task!r}; known: {', '.join(TASKS)}")
     known = {field.name for field in fields(RunConfig)}
     unknown = sorted(set(given) - known)
     if unknown:
@@ -256,7 +310,7 @@ def make_config(options: Mapping[str, Any]) -> RunConfig:
     for key in ("choices", "act_choices"):
         if isinstance(given.get(key), list):
             given[key] = tuple(given[key])
-    return RunConfig(**{**PRESETS[preset], **given})
+    return RunConfig(**{**PRESETS[preset], **TASKS[task][preset], **given})
 
 
 def read_toml(path: Path) -> dict[str, Any]:

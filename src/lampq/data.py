@@ -7,12 +7,32 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from lampq.errors import DataError
 from lampq.progress import Progress
+
+
+class AnySamples(Protocol):
+    """Images with what is known of them, whatever the task: labels, or objects and their boxes."""
+
+    def __len__(self) -> int: ...
+
+    def inputs(self, index: slice) -> Any:
+        """Network input of some samples."""
+        ...
+
+    def batches(self, size: int) -> Iterator[tuple[Any, Any]]:
+        """Network inputs and what is known of them, in order."""
+        ...
+
+    def subset(self, count: int, seed: int) -> Self:
+        """A random subset, the same for the same seed; all if count is large."""
+        ...
+
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lampq.calibrate import recording
 from lampq.data import Samples
+from lampq.hooks import recording
 from lampq.quant.modules import replace_module
 
 BATCH = 25
@@ -67,6 +67,19 @@ class Quality:
             -cross_entropy(logits, answers),
             -divergence(logits, reference),
         )
+
+    def signal(self, name: str) -> float:
+        """The part that an option calls by that name."""
+        parts = {"accuracy": self.accuracy, "loss": self.likelihood, "kl": self.agreement}
+        return parts[name]
+
+    def values(self) -> list[float]:
+        """The parts in order."""
+        return [self.accuracy, self.likelihood, self.agreement]
+
+    def to_json(self) -> dict[str, float]:
+        """The parts by name."""
+        return asdict(self)
 
 
 class _PassThrough(nn.Module):
@@ -165,19 +178,21 @@ class PrefixCache:
                 return False
         return True
 
-    def run(
-        self, model: nn.Module, first: int, *, grad: bool = False
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Logits and labels, batch by batch, of a model that differs from block ``first`` on."""
+    def started(self, model: nn.Module, first: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The batches; a model that differs from block ``first`` on starts there meanwhile."""
         start = max((i for i in self._inputs if i <= first), default=None)
         with _starting_at(model, self.blocks, start) as inject:
-            for number, (images, labels) in enumerate(self.samples.batches(self.batch)):
+            for number, batch in enumerate(self.samples.batches(self.batch)):
                 if start is not None:
                     inject.stored = self._inputs[start][self._rows(start, number)]
-                with torch.set_grad_enabled(grad):
-                    logits = model(images)
-                yield logits, labels
+                yield batch
 
+    @property
+    def answers(self) -> Tensor:
+        """The logits of the reference."""
+        return self.logits
+
+    @torch.no_grad()
     def predict(self, model: nn.Module, first: int) -> Tensor:
         """Logits of a model that differs from the reference in blocks ``first`` and later only."""
-        return torch.cat([logits for logits, _ in self.run(model, first)])
+        return torch.cat([model(images) for images, _ in self.started(model, first)])

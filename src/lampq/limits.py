@@ -14,13 +14,14 @@ from torch import nn
 from lampq.allocate import check_feasible
 from lampq.artifact.checkpoint import KEY
 from lampq.artifact.pack import packed_size
-from lampq.calibrate import recording, tokens_of
 from lampq.config import RunConfig
-from lampq.data import Samples
+from lampq.data import AnySamples
 from lampq.errors import BudgetError, ConfigError
 from lampq.graph.attention import MatMul
+from lampq.hooks import recording_calls
 from lampq.methods import FitCache
 from lampq.quant.base import Quantizer
+from lampq.tokens import count_tokens
 from lampq.types import (
     INTEGER_BITS,
     MAX_BITS,
@@ -124,25 +125,27 @@ def mean_within(limit: Limit, fits: FitCache, choices: tuple[LayerBits, ...]) ->
 
 
 @torch.no_grad()
-def _multiplications(fits: FitCache, samples: Samples) -> dict[str, int]:
+def _multiplications(fits: FitCache, samples: AnySamples) -> dict[str, int]:
     """Multiplications of every layer and attention product for one image."""
     graph, model = fits.graph, fits.model
     layers = [layer.name for layer in graph.layers]
     products = [name for name, module in model.named_modules() if isinstance(module, MatMul)]
-    with recording(model, [*layers, *products]) as seen:
+    with recording_calls(model, [*layers, *products]) as calls:
         model(samples.inputs(slice(0, 1)))
-        counted = {}
-        for layer in graph.layers:
-            module: nn.Module = model.get_submodule(layer.name)
-            counted[layer.name] = len(tokens_of(module, seen[layer.name][0])) * layer.n_params
-        for name in products:
-            left, right = seen[name]
-            counted[name] = left.numel() * right.shape[-1]
+    counted = {}
+    for layer in graph.layers:
+        module: nn.Module = model.get_submodule(layer.name)
+        inputs = [call.operands[0] for call in calls.get(layer.name, ())]
+        counted[layer.name] = sum(count_tokens(module, x) for x in inputs) * layer.n_params
+    for name in products:
+        counted[name] = sum(
+            call.operands[0].numel() * call.operands[1].shape[-1] for call in calls[name]
+        )
     return counted
 
 
 def bops_limit(
-    fits: FitCache, samples: Samples, choices: tuple[LayerBits, ...], most: int
+    fits: FitCache, samples: AnySamples, choices: tuple[LayerBits, ...], most: int
 ) -> Limit:
     """The limit on bit operations for one image: multiplications times both widths.
 
@@ -160,9 +163,10 @@ def bops_limit(
     }
     fixed = 0
     for layer in graph.fixed:
-        quantizer = fits.layer(layer.name, sites.edge).input_quantizer
+        bits = sites.of_layer(layer)
+        quantizer = fits.layer(layer.name, bits).input_quantizer
         inputs = FLOAT_BITS if quantizer is None else quantizer.bits
-        fixed += counted[layer.name] * sites.edge.weight * inputs
+        fixed += counted[layer.name] * bits.weight * inputs
     known = {site.name: site for site in graph.matmuls}
     for name in counted.keys() - {layer.name for layer in graph.layers}:
         if name not in known:
@@ -212,7 +216,7 @@ def run_budget(
     config: RunConfig,
     fits: FitCache,
     write: Callable[[BitPlan], bytes],
-    samples: Samples,
+    samples: AnySamples,
     given: BitPlan | None,
 ) -> Budget:
     """The budget of a run: a mean width, or the limits that deployers have instead of it.

@@ -49,7 +49,7 @@ DEFAULT_MODEL = "fashion_vit"
 class ModelSource:
     """How to build a model's architecture again, without its weights."""
 
-    kind: Literal["timm", "bundled", "user"]
+    kind: Literal["timm", "bundled", "user", "detector"]
     name: str
     options: Mapping[str, Any]
 

@@ -83,6 +83,11 @@ def _cut(content: bytes, blocks: Mapping[str, Tensor], values: Mapping[str, Tens
     return cut
 
 
+def level_names(levels: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The levels of a pyramid by the names of their outputs in the graph."""
+    return {f"level_{name}": level for name, level in levels.items()}
+
+
 @torch.no_grad()
 def worst_piece(
     model: nn.Module, content: bytes, runtime: str, images: Tensor
@@ -94,12 +99,14 @@ def worst_piece(
     blocks: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
     with _watched(model, blocks, values):
-        logits = model(images)
+        answer = model(images)
+    # a classifier gives logits, a pyramid its levels by name
+    outputs = {OUTPUT: answer} if isinstance(answer, Tensor) else level_names(answer)
     session = SESSIONS[runtime](_cut(content, blocks, values))
     feeds = {f"{name}:given": output.numpy() for name, output in blocks.items()}
     found = session.run({INPUT: images.numpy(), **feeds})
     errors = {}
-    for name, exact in {**values, **blocks, OUTPUT: logits}.items():
+    for name, exact in {**values, **blocks, **outputs}.items():
         right = exact.numpy().reshape(found[name].shape)
         spread = max(float(np.ptp(right)), 1e-30)
         errors[name] = float(np.median(np.abs(found[name] - right))) / spread

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -16,12 +16,11 @@ from lampq.allocate import ALLOCATORS, Allocator, check_feasible
 from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
 from lampq.calibrate import Stats, collect
 from lampq.config import RunConfig, make_config
-from lampq.data import Preprocessing, Samples, gather
+from lampq.data import AnySamples, Preprocessing, Samples, gather
 from lampq.errors import ConfigError
-from lampq.evaluate import Quality, predict
 from lampq.finish import Reconstruction, reconstructed
 from lampq.graph.attention import explicit
-from lampq.graph.discover import discover, missing_roles, verify_norms
+from lampq.graph.discover import missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
 from lampq.graph.rotate import rotate_attention_
 from lampq.limits import budget_of, check_room, check_widths, run_budget, widest_uniform
@@ -29,10 +28,11 @@ from lampq.methods import METHODS, FitCache, Method, SiteWidths
 from lampq.methods.base import sums_of
 from lampq.methods.sequential import collect_in_order
 from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
-from lampq.models import ModelSource, check_finite, source_of
+from lampq.models import ModelSource, check_finite
 from lampq.reconstruct import FINISHERS, Finisher
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
 from lampq.statistics import Deferred, through
+from lampq.task import CLASSIFICATION, Measured, Task
 from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
 # fields of plug-ins that the configuration calls by the paper's letter or by stage
@@ -50,7 +50,7 @@ class Result:
     """A quantized model, its plan, and how they came about.
 
     Attributes:
-        model: The quantized model: images in, logits out.
+        model: The quantized model: called as the float one.
         plan: The widths of its searched layers.
         graph: What was found in the float model.
         config: The options in effect.
@@ -79,7 +79,7 @@ class Result:
     sensitivity: Sensitivity | None
     allocation: Allocation | None
     steps: tuple[Step, ...]
-    calibration: Mapping[str, Quality]
+    calibration: Mapping[str, Measured]
     notices: tuple[str, ...]
     reconstruction: Reconstruction | None = None
     start: BitPlan | None = None
@@ -131,21 +131,35 @@ def build(factory: Callable[..., T], config: RunConfig) -> T:
 def site_widths(config: RunConfig) -> SiteWidths:
     """Widths of the sites that are not searched."""
     target = config.target
-    edge = config.edge_bits
-    matmul = config.matmul_bits
+    edge, matmul, heads = config.edge_bits, config.matmul_bits, config.head_bits
     return SiteWidths(
         edge=target if edge == "target" else LayerBits(edge, edge),
         matmul=None if matmul == "follow" else target.activation if matmul == "target" else matmul,
         rest=config.rest_bits,
+        behind=LayerBits(heads, heads) if isinstance(heads, int) else target,
     )
+
+
+def task_of(config: RunConfig) -> Task:
+    """What the model is for."""
+    if config.task == "classification":
+        return CLASSIFICATION
+    # what it takes is not needed by classifiers
+    from lampq.detection.task import DetectionTask
+
+    probed = (config.alpha_signal,) if config.metric == "fisher" else ()
+    measured = {config.accept, *probed, *(("loss",) if config.metric == "loss" else ())}
+    return DetectionTask(tuple(sorted(measured)), heads=config.head_bits != "float")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked job: the model in explicit form, its graph, and the plug-ins."""
+    """A checked job: the model in explicit form, its source and graph, and the plug-ins."""
 
     model: nn.Module
+    source: ModelSource
     graph: ModelGraph
+    task: Task
     method: Method
     metric: Metric
     allocator: Allocator
@@ -163,11 +177,13 @@ def prepare(
     metric = build(METRICS.get(config.metric), config)
     function = ALLOCATORS.get(config.allocator)
     allocator = partial(function, **options_of(function, config))
+    task = task_of(config)
     check_finite(model)
+    source = task.source(model)
     opened = explicit(model)
     if config.rotation == "attention":
         rotate_attention_(opened, config.seed)
-    graph = discover(opened, patterns)
+    graph = task.graph(opened, patterns)
     if config.profile == "speed":
         graph = replace(graph, matmuls=(), sums=())
     # what a file and its operations amount to is known later
@@ -180,12 +196,12 @@ def prepare(
     finisher = None
     if config.reconstruct is not None:
         finisher = build(FINISHERS.get(config.reconstruct), config)
-    return Prepared(opened, graph, method, metric, allocator, finisher)
+    return Prepared(opened, source, graph, task, method, metric, allocator, finisher)
 
 
 def quantize(
     model: nn.Module,
-    samples: Samples | Iterable[object],
+    samples: AnySamples | Iterable[object],
     *,
     config: RunConfig | None = None,
     patterns: tuple[RolePattern, ...] = TIMM,
@@ -196,8 +212,9 @@ def quantize(
     """Find a bit plan within the budget and quantize the model by it; the model stays as it is.
 
     Args:
-        model: The float model, a classifier.
-        samples: Calibration images: ``Samples``, or an iterable of batches, with labels or without.
+        model: The float model: a classifier, or a detector of ``lampq.detection``.
+        samples: Calibration images: ``Samples``, or an iterable of batches, with labels or without;
+            ``DetectionSamples`` for a detector.
         config: All options, from ``make_config``; instead of single ones.
         patterns: Which layer plays which role, for models that timm does not have.
         plan: Widths by layer name, to use instead of a search.
@@ -209,12 +226,16 @@ def quantize(
     """
     if config is not None and options:
         raise ConfigError("give either config or single options, not both")
-    config = config or make_config(options)
+    taken = gathered(samples)
+    found = "classification" if isinstance(taken, Samples) else "detection"
+    config = config or make_config({"task": found, **options})
+    if config.task != found:
+        raise ConfigError(f"the task is {config.task}, and the samples are those of {found}")
     run = run or Run()
     notices: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = _quantize(model, gather(samples), config, patterns, plan, run, notices)
+        result = _quantize(model, taken, config, patterns, plan, run, notices)
     for warning in caught:
         warnings.warn(warning.message, warning.category, stacklevel=2)
         if issubclass(warning.category, UserWarning):
@@ -227,9 +248,16 @@ def quantize(
     )
 
 
+def gathered(samples: Any) -> AnySamples:
+    """Samples as they are, or those of any iterable of images."""
+    if isinstance(samples, Samples) or not hasattr(samples, "category_ids"):
+        return gather(samples)
+    return cast(AnySamples, samples)
+
+
 def _quantize(
     model: nn.Module,
-    samples: Samples,
+    samples: AnySamples,
     config: RunConfig,
     patterns: tuple[RolePattern, ...],
     given: Mapping[str, LayerBits] | None,
@@ -237,7 +265,7 @@ def _quantize(
     notices: list[str],
 ) -> Result:
     job = prepare(model, config, patterns, given)
-    source = source_of(model)
+    source, task = job.source, job.task
     _warn_of_gaps(job.graph, config)
     samples = samples.subset(config.images, config.seed)
     fits = run.fits(lambda: _fits(job, samples, config, run)).at(site_widths(config), run.progress)
@@ -252,7 +280,7 @@ def _quantize(
     uniform = widest_uniform(graph, config, budget)
     scored = samples.subset(config.score_images, config.seed + 1)
     with run.progress.stage("refine"):
-        scorer = PlanScorer(fits, scored, predict(opened, scored), run)
+        scorer = PlanScorer(fits, scored, task.predict(opened, scored), run, task)
     sensitivity: Sensitivity | None = None
     allocation: Allocation | None = None
     steps: tuple[Step, ...] = ()
@@ -263,7 +291,7 @@ def _quantize(
     else:
         with run.progress.stage("metric"):
             evidence = Evidence(
-                opened, graph, fits, samples, config.seed, run.progress, run.journal
+                opened, graph, fits, samples, config.seed, run.progress, run.journal, task
             )
             sensitivity = job.metric(evidence, config.widths)
         with run.progress.stage("allocate"):
@@ -273,7 +301,7 @@ def _quantize(
         plan = not_worse_than_uniform(plan, uniform, scorer, config)
     with run.progress.stage("refine"):
         calibration = {
-            "fp32": Quality.of(scorer.reference, scorer.reference, scored.labels),
+            "fp32": task.quality(scorer.reference, scorer.reference, scored),
             "uniform": scorer.quality(uniform),
             "mixed": scorer.quality(plan),
         }
@@ -283,13 +311,15 @@ def _quantize(
     run.on_plan(plan, final)
     reconstruction = None
     if job.finisher is not None:
+        assert isinstance(samples, Samples), "checked by the configuration"
         with run.progress.stage("reconstruct"):
             final, reconstruction = reconstructed(
                 job.finisher, final, fits, plan, samples, config, run
             )
             if reconstruction.kept:
-                answers = predict(final, scored)
-                calibration["reconstructed"] = Quality.of(answers, scorer.reference, scored.labels)
+                answers = job.task.predict(final, scored)
+                quality = job.task.quality(answers, scorer.reference, scored)
+                calibration["reconstructed"] = quality
     return Result(
         final,
         plan,
@@ -316,10 +346,11 @@ def fit_cache(model: nn.Module, samples: Samples, config: RunConfig, run: Run) -
     return run.fits(lambda: _fits(job, samples, config, run)).at(site_widths(config), run.progress)
 
 
-def _fits(job: Prepared, samples: Samples, config: RunConfig, run: Run) -> FitCache:
+def _fits(job: Prepared, samples: AnySamples, config: RunConfig, run: Run) -> FitCache:
     """A cache of fits, empty yet, on what every site sees."""
     with run.progress.stage("collect"):
-        graph = verify_norms(job.model, job.graph, samples.inputs(slice(0, 2)))
+        few = samples.inputs(slice(0, 2))
+        graph = verify_norms(job.model, job.graph, few, job.task.outputs)
 
     def made() -> Mapping[str, Stats]:
         few = samples.subset(config.fit_images, config.seed)
@@ -347,7 +378,7 @@ def behind_quantized(method: object, config: RunConfig) -> bool:
 
 
 def _statistics(
-    job: Prepared, graph: ModelGraph, samples: Samples, config: RunConfig, run: Run
+    job: Prepared, graph: ModelGraph, samples: AnySamples, config: RunConfig, run: Run
 ) -> Mapping[str, Stats]:
     """What every site sees: in the float model, or behind sites at the target width."""
     if not behind_quantized(job.method, config):
@@ -359,7 +390,9 @@ def _statistics(
             gradients=getattr(job.method, "wants_gradients", False),
             block_images=getattr(job.method, "block_images", 0),
             sums=sums_of(graph, job.method),
+            max_tokens=job.task.max_tokens,
             seed=config.seed,
+            passes=job.task,
         )
     plan = BitPlan.uniform(graph.allocatable, config.target)
     return collect_in_order(
@@ -369,8 +402,10 @@ def _statistics(
         job.method,
         plan,
         site_widths(config),
+        max_tokens=job.task.max_tokens,
         seed=config.seed,
         progress=run.progress,
+        passes=job.task,
     )
 
 

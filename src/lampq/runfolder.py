@@ -18,11 +18,10 @@ from lampq.artifact.checkpoint import write_atomically
 from lampq.artifact.fits import FitFolder
 from lampq.artifact.states import StateFolder
 from lampq.config import RunConfig
-from lampq.data import Preprocessing, Samples
+from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError, DataError
-from lampq.evaluate import BATCH, top1
-from lampq.models import LoadedModel
-from lampq.pipeline import Result, packed, quantize
+from lampq.models import ModelSource
+from lampq.pipeline import Result, packed, quantize, task_of
 from lampq.progress import Journal, Progress
 from lampq.report import (
     build_report,
@@ -35,11 +34,14 @@ from lampq.report.folder import files_of, write_page
 from lampq.report.histograms import histograms_json
 from lampq.scoring import Run, widths_of
 from lampq.sharing import Shared
+from lampq.task import CLASSIFICATION, Task
 from lampq.types import BitPlan, LayerBits
 from lampq.version import __version__
 
 WORK = ".lampq"
 STAMP = "run.json"
+# of a classifier, in whatever runtime
+score = CLASSIFICATION.score
 # what says that a folder holds results, of quantize, of compare or of sweep
 RESULTS = ("report.json", "results.jsonl", "sweep.sqlite")
 
@@ -119,36 +121,24 @@ def check_labels(samples: Samples, loaded: Callable[[Tensor], Tensor]) -> None:
         )
 
 
-def score(
-    model: Callable[[Tensor], Tensor], samples: Samples, progress: Progress, label: str
-) -> dict[str, float]:
-    """Accuracy in percent, and the number of images."""
-    labels = samples.require_labels("an accuracy")
-    batches = -(-len(samples) // BATCH)
-    with torch.no_grad():
-        logits = torch.cat(
-            [model(x) for x, _ in progress.track(samples.batches(BATCH), label, batches)]
-        )
-    return {"top1": top1(logits, labels), "images": len(samples)}
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """All that one quantize command works on."""
 
-    loaded: LoadedModel
-    samples: Samples
-    scored: Samples | None
+    model: nn.Module
+    source: ModelSource
+    samples: AnySamples
+    scored: AnySamples | None
     settings: RunConfig
     layer_plan: dict[str, LayerBits] | None
-    how: Preprocessing
+    how: Preprocessing | None
     inputs: dict[str, Any]
 
 
 def _scored(
-    build: Callable[[], nn.Module], samples: Samples, progress: Progress, label: str
-) -> dict[str, float]:
-    return score(build(), samples, progress, label)
+    task: Task, build: Callable[[], nn.Module], samples: AnySamples, progress: Progress, label: str
+) -> dict[str, Any]:
+    return task.score(build(), samples, progress, label)
 
 
 def _calibrated_on(job: Job) -> dict[str, Any]:
@@ -164,16 +154,14 @@ def _beside(job: Job, work: Path, progress: Progress, shared: Shared | None) -> 
     return shared.run(job.settings, progress, _calibrated_on(job))
 
 
-def _scores(
-    job: Job, result: Result, run: Run, shared: Shared | None
-) -> dict[str, dict[str, float]]:
+def _scores(job: Job, result: Result, run: Run, shared: Shared | None) -> dict[str, dict[str, Any]]:
     """Accuracies of the float model, of the uniform one, and of the one in the file."""
     if job.scored is None:
         return {}
     of_float = run.journal if shared is None else shared.evaluations(_calibrated_on(job))
     own = widths_of(result.fits, result.plan)
     models: dict[str, tuple[Callable[[], nn.Module], Journal, str]] = {
-        "fp32": (lambda: job.loaded.model, of_float, "fp32"),
+        "fp32": (lambda: job.model, of_float, "fp32"),
         "uniform": (result.uniform_model, run.journal, widths_of(result.fits, result.uniform)),
         "mixed": (lambda: result.model, run.journal, own),
     }
@@ -181,10 +169,10 @@ def _scores(
         models["before_reconstruction"] = (lambda: result.of_plan(result.plan), run.journal, own)
         trained = f"{own} {json.dumps(job.settings.to_json())}"
         models["mixed"] = (lambda: result.model, run.journal, trained)
-    scores = {}
+    scores, task = {}, task_of(job.settings)
     with run.progress.stage("evaluate"):
         for name, (model, journal, key) in models.items():
-            compute = partial(_scored, model, job.scored, run.progress, f"scoring {name}")
+            compute = partial(_scored, task, model, job.scored, run.progress, f"scoring {name}")
             scores[name] = journal.once(f"evaluation {job.inputs.get('eval')} {key}", compute)
     return scores
 
@@ -196,18 +184,18 @@ def run_job(
 
     ``shared`` is what the job shares with others.
     """
-    loaded, settings = job.loaded, job.settings
+    settings = job.settings
 
     def keep(plan: BitPlan, model: nn.Module) -> None:
         _dump(out / "plan.json", plan_json(plan))
-        content = packed(model, loaded.source, plan, settings, job.how)
+        content = packed(model, job.source, plan, settings, job.how)
         write_atomically(out / "model.safetensors", content)
 
     run = _beside(job, work, progress, shared)
     run = replace(run, on_plan=keep, states=StateFolder(work / "states"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # they come back as notices
-        result = quantize(loaded.model, job.samples, config=settings, plan=job.layer_plan, run=run)
+        result = quantize(job.model, job.samples, config=settings, plan=job.layer_plan, run=run)
     for notice in result.notices:
         progress.note(f"note: {notice}")
     scores = _scores(job, result, run, shared)
@@ -215,7 +203,7 @@ def run_job(
         table, details = result.sensitivity.table, result.sensitivity.details
         _dump(out / "sensitivity.json", sensitivity_json(table, details))
     files = {"model.safetensors": (out / "model.safetensors").stat().st_size}
-    float_bytes = 4 * sum(p.numel() for p in loaded.model.parameters())
+    float_bytes = 4 * sum(p.numel() for p in job.model.parameters())
     report = build_report(
         result,
         scores=scores,
@@ -226,7 +214,7 @@ def run_job(
             "uniform_bytes": uniform_bytes(result),
             "data": {
                 **job.inputs,
-                "preprocessing": asdict(job.how),
+                "preprocessing": None if job.how is None else asdict(job.how),
                 "calibration_images": min(len(job.samples), settings.images),
             },
         },

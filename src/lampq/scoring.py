@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from lampq.config import RunConfig
-from lampq.data import Samples
-from lampq.evaluate import PrefixCache, Quality, predict
+from lampq.data import AnySamples
 from lampq.methods import FitCache, FitStore
 from lampq.methods.base import LinearView
 from lampq.metrics import Sensitivity
+from lampq.passes import Passes
 from lampq.progress import Journal, Progress
 from lampq.reconstruct import NoStore, StateStore
 from lampq.refine import RefineOptions, refine
+from lampq.task import CLASSIFICATION, Measured, Prefix, Task
 from lampq.types import BitPlan, Budget, LayerBits, Step
 
 
@@ -42,43 +43,54 @@ class Run:
 class PlanScorer:
     """Scores plans on some samples, running only the blocks that differ from the last base."""
 
-    def __init__(self, fits: FitCache, samples: Samples, reference: Tensor, run: Run) -> None:
+    def __init__(
+        self,
+        fits: FitCache,
+        samples: AnySamples,
+        reference: Any,
+        run: Run,
+        task: Task = CLASSIFICATION,
+    ) -> None:
         self.fits, self.samples, self.reference, self.run = fits, samples, reference, run
-        self._base: tuple[BitPlan, PrefixCache] | None = None
+        self.task = task
+        self._base: tuple[BitPlan, Prefix] | None = None
 
     def rebase(self, plan: BitPlan) -> None:
         """Score later plans as changes of this one."""
         self._base = None
         if self.fits.graph.blocks and all(layer.block >= 0 for layer in plan.layers):
             model = self.fits.assembled(plan)
-            self._base = (plan, PrefixCache(model, self.fits.graph.blocks, self.samples))
+            prefix = self.task.prefix(model, self.fits.graph.blocks, self.samples)
+            self._base = (plan, prefix)
 
-    def quality(self, plan: BitPlan) -> Quality:
+    def quality(self, plan: BitPlan) -> Measured:
         """How good the plan is on the samples."""
         key = f"score {len(self.samples)} {widths_of(self.fits, plan)}"
         values = self.run.journal.once(key, lambda: self._measure(plan))
-        return Quality(*values)
+        return self.task.measured(values)
 
-    def _measure(self, plan: BitPlan) -> list[float]:
+    def _measure(self, plan: BitPlan) -> list[Any]:
         model = self.fits.assembled(plan)
         if self._base is None:
-            logits = predict(model, self.samples)
+            answers = self.task.predict(model, self.samples)
         else:
             base, cache = self._base
             changed = [layer.block for layer in plan.layers if base[layer.name] != plan[layer.name]]
-            logits = cache.predict(model, min(changed)) if changed else cache.logits
-        quality = Quality.of(logits, self.reference, self.samples.labels)
-        return [quality.accuracy, quality.likelihood, quality.agreement]
+            answers = cache.predict(model, min(changed)) if changed else cache.answers
+        return self.task.quality(answers, self.reference, self.samples).values()
 
 
 def widths_of(fits: FitCache, plan: BitPlan) -> str:
     """The widths of all sites, those outside the plan too."""
     sites = fits.sites
-    return f"{sites.edge} {sites.matmul} {sites.rest} {' '.join(map(str, plan.widths))}"
+    behind = "" if sites.behind is None else f"{sites.behind} "
+    return f"{sites.edge} {sites.matmul} {sites.rest} {behind}{' '.join(map(str, plan.widths))}"
 
 
 @torch.no_grad()
-def cumulative_errors(fits: FitCache, plan: BitPlan, samples: Samples) -> dict[str, float]:
+def cumulative_errors(
+    fits: FitCache, plan: BitPlan, samples: AnySamples, passes: Passes = CLASSIFICATION
+) -> dict[str, float]:
     """Relative squared error of each layer's output in the quantized model against the float one.
 
     Both models run in lock-step, batch by batch; no activation outlives its batch.
@@ -103,19 +115,13 @@ def cumulative_errors(fits: FitCache, plan: BitPlan, samples: Samples) -> dict[s
     handles = [fits.model.get_submodule(n).register_forward_hook(keep(n)) for n in names]
     handles += [quantized.get_submodule(n).register_forward_hook(compare(n)) for n in names]
     try:
-        for images, _ in samples.batches(16):
-            fits.model(images)
-            quantized(images)
+        for images, known in samples.batches(passes.at_once(16)):
+            passes.forward(fits.model, images, known)
+            passes.forward(quantized, images, known)
     finally:
         for handle in handles:
             handle.remove()
     return {name: error / max(power, 1e-30) for name, (error, power) in sums.items()}
-
-
-def _score_of(quality: Quality, accept: str) -> float:
-    return {"accuracy": quality.accuracy, "loss": quality.likelihood, "kl": quality.agreement}[
-        accept
-    ]
 
 
 def improved(
@@ -123,7 +129,7 @@ def improved(
     budget: Budget,
     sensitivity: Sensitivity,
     scorer: PlanScorer,
-    samples: Samples,
+    samples: AnySamples,
     config: RunConfig,
     run: Run,
 ) -> tuple[BitPlan, tuple[Step, ...]]:
@@ -140,7 +146,9 @@ def improved(
         if config.exchange_error == "cumulative":
             few = samples.subset(config.fit_images, config.seed)
             key = f"cumulative {len(few)} {widths_of(scorer.fits, current)}"
-            return run.journal.once(key, lambda: cumulative_errors(scorer.fits, current, few))
+            return run.journal.once(
+                key, lambda: cumulative_errors(scorer.fits, current, few, scorer.task)
+            )
         return {name: error_at(name, bits) for name, bits in current.items()}
 
     options = RefineOptions(
@@ -158,7 +166,7 @@ def improved(
             choices=table.choices,
             errors=errors,
             error_at=error_at,
-            score=lambda p: _score_of(scorer.quality(p), config.accept),
+            score=lambda p: scorer.quality(p).signal(config.accept),
             options=options,
             units=table.units,
         )
@@ -175,7 +183,7 @@ def better_start(plan: BitPlan, uniform: BitPlan, scorer: PlanScorer, config: Ru
     """What exchanges start from: the allocated plan, or the uniform one if that scores better."""
     if config.start == "allocated" or config.exchanges == 0:
         return plan
-    mixed, plain = (_score_of(scorer.quality(p), config.accept) for p in (plan, uniform))
+    mixed, plain = (scorer.quality(p).signal(config.accept) for p in (plan, uniform))
     return plan if mixed >= plain else uniform
 
 
@@ -185,8 +193,7 @@ def not_worse_than_uniform(
     """The plan, or with a warning the uniform one where that scores better (``fallback``)."""
     if config.fallback == "none":
         return plan
-    mixed = _score_of(scorer.quality(plan), config.accept)
-    plain = _score_of(scorer.quality(uniform), config.accept)
+    mixed, plain = (scorer.quality(p).signal(config.accept) for p in (plan, uniform))
     if mixed >= plain:
         return plan
     warnings.warn(

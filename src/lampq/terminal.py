@@ -20,9 +20,9 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from lampq.evaluate import interval95
 from lampq.progress import Progress
 from lampq.report import headline, plan_rows
+from lampq.report.scores import interval, parts, shown
 from lampq.report.table import COLUMNS, SPREAD_COLUMNS, cells, remarks, spread_cells
 from lampq.reproduce.table import Table as Reproduced
 from lampq.types import BitPlan
@@ -97,7 +97,10 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
     """Accuracy, size and plan of a finished run."""
     console = Console()
     table = Table(title=headline(report))
-    for column in ("model", "top-1 [%]", "±", "mean weight bits", "file", "smaller"):
+    known = next((list(parts(score)) for score in report["scores"].values()), ["top-1 [%]"])
+    sure = all(interval(score) is not None for score in report["scores"].values())
+    columns = ("model", *known, *(["±"] if sure else []), "mean weight bits", "file", "smaller")
+    for column in columns:
         table.add_column(column, justify="left" if column == "model" else "right")
     float_bytes = report["float_bytes"]
     sizes = {
@@ -117,8 +120,8 @@ def print_result(report: dict[str, Any], plan: BitPlan, out: Path) -> None:
         score = report["scores"].get(name)
         table.add_row(
             name.replace("_", " "),
-            f"{score['top1']:.2f}" if score else "-",
-            f"{interval95(score['top1'], int(score['images'])):.2f}" if score else "-",
+            *(map(shown, parts(score).values()) if score else ["-"] * len(known)),
+            *([shown(interval(score)) if score else "-"] if sure else []),
             f"{means.get(name, means['mixed']):.3g}",
             f"{sizes.get(name, sizes['mixed']) / 1e6:.3f} MB",
             f"{float_bytes / sizes.get(name, sizes['mixed']):.1f}x",

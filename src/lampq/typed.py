@@ -52,6 +52,16 @@ def width(text: str | None) -> str | int | None:
     return int(text) if text is not None and text.isdigit() else text
 
 
+def height_and_width(text: str | None) -> tuple[int, int] | None:
+    """A size like 800x1344."""
+    if text is None:
+        return None
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise ConfigError(f"size must be height x width like 800x1344, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
 SIZES = {
     "kb": 10**3,
     "mb": 10**6,

@@ -30,9 +30,14 @@ class LayerRole(StrEnum):
     PATCH_EMBED = "patch_embed"
     REDUCTION = "reduction"
     HEAD = "head"
+    NECK = "neck"
+    RPN = "rpn"
+    ROI_HEAD = "roi_head"
 
 
 SEARCHED_ROLES = (LayerRole.QKV, LayerRole.PROJ, LayerRole.FC1, LayerRole.FC2)
+# what a detector has behind its backbone
+DETECTOR_ROLES = (LayerRole.NECK, LayerRole.RPN, LayerRole.ROI_HEAD)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from lampq.artifact.onnx import GraphBuilder
 from lampq.artifact.onnx.builder import require_onnx
 from lampq.artifact.onnx.sites import (
+    convolution,
+    is_patches,
     matmul,
     patches,
     product_nodes,
@@ -30,9 +32,9 @@ from lampq.artifact.onnx.sites import (
     tokens_layer,
     total,
 )
-from lampq.calibrate import recording
 from lampq.data import Samples
 from lampq.errors import ExportError
+from lampq.hooks import recording
 from lampq.pieces import worst_piece
 from lampq.progress import Progress
 from lampq.quant.base import Quantizer
@@ -99,21 +101,7 @@ def verify(
     """
     progress = progress or Progress()
     session = SESSIONS[runtime](content)
-    integer = _integer_layers(model, content, session)
-    errors = _site_errors(model, runtime, samples, any_cpu=any_cpu)
-    for name, (error, allowed) in errors.items():
-        if not error <= allowed:
-            raise ExportError(
-                f"layer {name!r} in {runtime} differs from torch by {error:.2g} of its output "
-                f"range, more than {allowed:.2g}"
-            )
-    images = samples.inputs(torch.arange(PARTS) % len(samples))
-    block_error, block = worst_piece(model, content, runtime, images)
-    if not block_error <= TOLERANCE:
-        raise ExportError(
-            f"{block!r} in {runtime} differs from torch by {block_error:.2g} of its output range "
-            f"in the median, more than {TOLERANCE:g}"
-        )
+    parts_found = verify_parts(model, content, session, samples, any_cpu=any_cpu)
     # some one by one: a runtime may have another form for a single image
     single = [slice(i, i + 1) for i in range(min(SINGLE, len(samples)))]
     parts = single + [slice(i, i + BATCH) for i in range(len(single), len(samples), BATCH)]
@@ -129,22 +117,43 @@ def verify(
                 f"than {AGREEMENT:g} % and less than torch with itself in double precision "
                 f"({own:.2f} %)"
             )
+    return Verification(runtime, version_of(runtime), *parts_found, agreement, own, len(samples))
+
+
+def verify_parts(
+    model: nn.Module, content: bytes, session: Session, samples: Samples, *, any_cpu: bool
+) -> tuple[float, float, float, tuple[str, ...], tuple[str, ...]]:
+    """Every site alone, and the file in pieces: the errors and layers of a ``Verification``.
+
+    Raises an ExportError that names what is not as it should be.
+    """
+    runtime = session.runtime
+    integer = _integer_layers(model, content, session)
+    errors = _site_errors(model, runtime, samples, any_cpu=any_cpu)
+    for name, (error, allowed) in errors.items():
+        if not error <= allowed:
+            raise ExportError(
+                f"layer {name!r} in {runtime} differs from torch by {error:.2g} of its output "
+                f"range, more than {allowed:.2g}"
+            )
+    images = samples.inputs(torch.arange(PARTS) % len(samples))
+    block_error, block = worst_piece(model, content, runtime, images)
+    if not block_error <= TOLERANCE:
+        raise ExportError(
+            f"{block!r} in {runtime} differs from torch by {block_error:.2g} of its output range "
+            f"in the median, more than {TOLERANCE:g}"
+        )
     floating = tuple(
         name
         for name, layer in model.named_modules()
-        if isinstance(layer, QuantLayer) and not runs_in_integers(layer)
+        if isinstance(layer, QuantLayer) and name not in integer
     )
-    return Verification(
-        runtime,
-        version_of(runtime),
+    return (
         max((errors[name][0] for name in integer), default=0.0),
         max((error for name, (error, _) in errors.items() if name not in integer), default=0.0),
         block_error,
         integer,
         floating,
-        agreement,
-        own,
-        len(samples),
     )
 
 
@@ -224,10 +233,16 @@ class _Site:
     inputs: tuple[Tensor, ...]
 
     @property
+    def _patches(self) -> bool:
+        """Whether the site gives the tokens of patches."""
+        return isinstance(self.module, QuantConv2d) and is_patches(self.module)
+
+    @property
     def allowed(self) -> float:
         """The largest error, in ranges of the output."""
         if isinstance(self.module, QuantLayer):
-            if runs_in_integers(self.module):
+            plain = not isinstance(self.module, QuantConv2d) or self._patches
+            if runs_in_integers(self.module) and plain:
                 return TOLERANCE
             return max(TOLERANCE, ROUNDING * math.sqrt(self.module.codes.shape[1]))
         return max(TOLERANCE, ROUNDING * math.sqrt(self.inputs[0].shape[-1]))
@@ -239,7 +254,7 @@ class _Site:
         """
         opened, grid = _opened(copy.deepcopy(self.module).double())
         output = opened(*(x.double() for x in self.inputs))
-        if isinstance(self.module, QuantConv2d):
+        if self._patches:
             output = output.flatten(2).transpose(1, 2)
         if grid is None:
             return (output,)
@@ -258,11 +273,14 @@ class _Site:
             value = total(g, self.module, self.name, *values)
         elif isinstance(self.module, QuantConv2d):
             _, channels, height, width = self.inputs[0].shape
-            value, _ = patches(g, self.module, self.name, values[0], (channels, height, width))
+            if self._patches:
+                value, _ = patches(g, self.module, self.name, values[0], (channels, height, width))
+            else:
+                value = convolution(g, self.module, self.name, values[0], (height, width))
         else:
             assert isinstance(self.module, QuantLayer), "all kinds of sites are here"
             value = tokens_layer(g, self.module, self.name, values[0])
-        rank = 3 if isinstance(self.module, QuantConv2d) else self.inputs[0].ndim
+        rank = 3 if self._patches else self.inputs[0].ndim
         shape = ["batch", *(f"{self.name}:{axis}" for axis in range(1, rank))]
         g.output(value, f"{self.name}:output", shape)
 

@@ -8,9 +8,11 @@ from conftest import Case
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from lampq.calibrate import collect, recording, sum_tokens
+from lampq.calibrate import collect
 from lampq.graph.attention import explicit
 from lampq.graph.blocks import ExplicitBlock, Sum
+from lampq.hooks import recording
+from lampq.tokens import sum_tokens
 from lampq.types import LayerRole
 
 

@@ -8,8 +8,9 @@ from conftest import Case, fits_of, same_quantizer
 
 from lampq.artifact.checkpoint import checkpoint_bytes, load_checkpoint, read_checkpoint
 from lampq.artifact.onnx.sites import runs_in_integers
-from lampq.calibrate import LayerStats, MatmulStats, recording
+from lampq.calibrate import LayerStats, MatmulStats
 from lampq.evaluate import divergence, predict
+from lampq.hooks import recording
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.methods.base import LinearView
 from lampq.methods.psaq import PSAQ, psaq, symmetric_rows

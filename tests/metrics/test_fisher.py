@@ -21,7 +21,6 @@ from lampq.metrics.base import Evidence
 from lampq.metrics.fisher import (
     TypeAwareFisher,
     _probe_bits,
-    drawn_labels,
     fisher_traces,
     gradients,
     per_image_square,
@@ -30,6 +29,7 @@ from lampq.metrics.fisher import (
     role_scales,
     sampled_blocks,
 )
+from lampq.passes import drawn_labels
 from lampq.quant.modules import assemble
 from lampq.types import LayerBits, LayerRole
 

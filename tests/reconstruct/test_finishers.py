@@ -8,9 +8,9 @@ import torch
 from conftest import Case, fits_of
 from torch import Tensor, nn
 
-from lampq.calibrate import recording, recording_outputs
 from lampq.data import Samples
 from lampq.evaluate import divergence, predict
+from lampq.hooks import recording, recording_outputs
 from lampq.quant.modules import QuantLayer, assemble
 from lampq.reconstruct import BlockRecipe, Distill, Finish, Finisher, Rates
 from lampq.reconstruct import feed as feeds

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lampq.artifact.pack import pack, unpack
 from lampq.data import Preprocessing
+from lampq.detection.source import source_from
 from lampq.errors import ConfigError, FormatError, LampqError
 from lampq.graph.attention import explicit
 from lampq.graph.blocks import Sum
@@ -38,8 +39,9 @@ from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec, SumSpec
 from lampq.version import __version__
 
 # what this lampq reads. 2: numbers in half precision where that is exact, and a digest;
-# 3: layers above eight bits, quantized outputs, products and sums, operands in float
-FORMAT_VERSION = 3
+# 3: layers above eight bits, quantized outputs, products and sums, operands in float;
+# 4: detectors
+FORMAT_VERSION = 4
 KEY = "lampq"
 
 
@@ -130,7 +132,7 @@ def checkpoint_bytes(model: nn.Module, source: ModelSource, notes: Mapping[str, 
         key: _stored(value.detach().cpu()).clone().contiguous() for key, value in tensors.items()
     }
     header = {
-        "format_version": _version(layers, matmuls, sums),
+        "format_version": _version(layers, matmuls, sums, detector=source.kind == "detector"),
         "lampq_version": __version__,
         "source": source.to_json(),
         "layers": layers,
@@ -152,11 +154,17 @@ def _described(
     return {key: describe(quantizer) for key, quantizer in there.items()}
 
 
-def _version(layers: Mapping[str, Any], matmuls: Mapping[str, Any], sums: Mapping[str, Any]) -> int:
+def _version(
+    layers: Mapping[str, Any],
+    matmuls: Mapping[str, Any],
+    sums: Mapping[str, Any],
+    *,
+    detector: bool,
+) -> int:
     """The first format version, from 2 on, that has all of this."""
     more = any(max(entry["bits"]) > 8 or "output_quantizer" in entry for entry in layers.values())
     unlike = any(set(entry) != {"left", "right"} for entry in matmuls.values())
-    return 3 if more or unlike or sums else 2
+    return 4 if detector else 3 if more or unlike or sums else 2
 
 
 def _stored(values: Tensor) -> Tensor:
@@ -189,8 +197,7 @@ class Header:
     @property
     def source(self) -> ModelSource:
         """How to build the architecture."""
-        fields = self.content["source"]
-        return ModelSource(fields["kind"], fields["name"], dict(fields["options"]))
+        return source_from(self.content["source"])
 
     @property
     def preprocessing(self) -> Preprocessing | None:

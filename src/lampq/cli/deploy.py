@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,11 +15,14 @@ from lampq import bench
 from lampq.artifact.checkpoint import Header, read_checkpoint, write_atomically
 from lampq.bench.chart import chart, require_matplotlib
 from lampq.cli import app, guarded
+from lampq.cli.jobs import coco_samples
 from lampq.cli.zero_shot import GivenPictures, Run, pictures_of_run
 from lampq.config import RunConfig, make_config
 from lampq.data import Samples, list_folder
 from lampq.errors import ConfigError
 from lampq.export import IMAGES, Export, check_runtimes, export_onnx, profile_of
+from lampq.export_detector import IMAGES as FEW
+from lampq.export_detector import PyramidExport, export_pyramid
 from lampq.inputs import (
     calibration_samples,
     evaluation_samples,
@@ -33,9 +36,12 @@ from lampq.progress import Progress
 from lampq.report.folder import read_report, remake_page
 from lampq.runfolder import Job, fingerprint_of, open_work, read_plan, run_job
 from lampq.terminal import TerminalProgress, print_bench
-from lampq.typed import names, numbers
+from lampq.typed import height_and_width, names, numbers
 from lampq.types import INTEGER_BITS
 from lampq.zero_shot import check_synthetic, read_made
+
+if TYPE_CHECKING:
+    from lampq.detection.samples import DetectionSamples
 
 PROFILES = ("accuracy", "speed")
 # made pictures, a folder of real ones, or None for bundled ones
@@ -91,6 +97,20 @@ class Source:
             return read_made(where.folder, self.header.source, how, **options)
         return pictures("calib", where, how, **options).subset(count, 0)
 
+    def annotated(
+        self, calib: Path | None, annotations: Path | None, count: int, progress: Progress
+    ) -> DetectionSamples:
+        """Some pictures for a detector with what is in them: those given, or those of the run."""
+        folder = calib or self.given("calib")
+        file = annotations or self.given("calib_annotations")
+        if folder is None or file is None:
+            raise ConfigError(
+                "an export is verified on calibration pictures: give --calib DIR and "
+                "--calib-annotations FILE"
+            )
+        classes = self.header.content["source"]["options"]["classes"]
+        return coco_samples(file, folder, classes, progress, limit=count)
+
 
 @app.command("export")
 @guarded
@@ -107,7 +127,17 @@ def export_command(
     calib: Annotated[
         Path | None, typer.Option(help="calibration pictures, default: those of the run")
     ] = None,
-    images: Annotated[int, typer.Option(help="pictures to compare answers on")] = IMAGES,
+    calib_annotations: Annotated[
+        Path | None, typer.Option(help="COCO file of what is in them (detectors)")
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="height x width of the images (detectors), default: of the first"),
+    ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(help=f"pictures to compare on, default: {IMAGES}, of detectors {FEW}"),
+    ] = None,
     runtimes: Annotated[
         str | None, typer.Option(help="to verify in, default: all that are installed")
     ] = None,
@@ -126,17 +156,35 @@ def export_command(
         raise ConfigError(f"unknown format {to!r}; known: onnx")
     if profile is not None and profile not in PROFILES:
         raise ConfigError(f"unknown profile {profile!r}; known: {', '.join(PROFILES)}")
-    if images < 1:
+    if images is not None and images < 1:
         raise ConfigError(f"images must be at least 1, got {images}")
     if out is not None and (out.suffix != ".onnx" or out.is_dir()):
         raise ConfigError(f"the file to write must be called like model.onnx, got {str(out)!r}")
     engines = check_runtimes(names(runtimes, "runtimes"))
     source = Source.of(run)
-    where = source.calibration(calib)
+    fixed = height_and_width(size)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
+    if source.header.source.kind == "detector":
+        if profile == "speed":
+            raise ConfigError("detectors have no profile speed: leave --profile out")
+        shown = source.annotated(calib, calib_annotations, images or FEW, progress)
+        made = export_pyramid(
+            source.checkpoint,
+            out or source.checkpoint.with_name("model.onnx"),
+            shown,
+            size=fixed,
+            runtimes=engines,
+            any_cpu=any_cpu,
+            progress=progress,
+        )
+        print(json.dumps(made.to_json()) if as_json else _told(made))
+        return
+    if fixed is not None or calib_annotations is not None:
+        raise ConfigError("--size and --calib-annotations are for detectors: leave them out")
+    where = source.calibration(calib)
     if profile is not None and profile != profile_of(source.header):
         source = refitted(source, profile, where, progress)
-    samples = source.pictures(where, images, progress)
+    samples = source.pictures(where, images or IMAGES, progress)
     target = out or source.checkpoint.with_name("model.onnx")
     done = export_onnx(
         source.checkpoint, target, samples, runtimes=engines, any_cpu=any_cpu, progress=progress
@@ -147,6 +195,24 @@ def export_command(
         print(json.dumps({**done.to_json(), "checkpoint": str(source.checkpoint), "top1": top1}))
     else:
         _tell(done, source, top1)
+
+
+def _told(done: PyramidExport) -> str:
+    """What was written of a detector, for people."""
+    height, width = done.size
+    lines = [
+        f"{done.path}: {done.bytes / 1e6:.3f} MB, backbone and pyramid for images of {height} x "
+        f"{width}, any number of them"
+    ]
+    lines += [
+        f"{one.runtime} {one.version}: {len(one.integer)} layers on integer kernels, "
+        f"{len(one.floating)} in float by design, largest error of a layer {one.error:.1e} of its "
+        f"range, in float {one.float_error:.1e}; the levels differ from torch by "
+        f"{one.difference:.1e} of their deviation on {one.images} pictures (torch in double "
+        f"precision: {one.own_difference:.1e})"
+        for one in done.verified
+    ]
+    return "\n".join(lines)
 
 
 def _tell(done: Export, source: Source, top1: float | None) -> None:
@@ -204,7 +270,12 @@ def refitted(source: Source, profile: str, where: Calibration, progress: Progres
     else:
         samples = calibration_samples(calib, how, settings.images, settings.seed, progress)
     scored = evaluation_samples(loaded, calib, evaluation, how, progress)
-    run_job(Job(loaded, samples, scored, settings, plan, how, inputs), out, work, progress)
+    run_job(
+        Job(loaded.model, loaded.source, samples, scored, settings, plan, how, inputs),
+        out,
+        work,
+        progress,
+    )
     return Source.of(out)
 
 
@@ -240,6 +311,9 @@ def bench_command(
 
     In the folder of a finished run the time for one image goes to speed.json and to its page.
     """
+    source = Source.of(run)
+    if source.header.source.kind == "detector":
+        raise ConfigError("lampq bench measures classifiers, and this is a detector")
     how = bench.settings(
         names(runtimes, "runtimes"),
         batches=numbers(batches, "batches", int),
@@ -251,7 +325,6 @@ def bench_command(
         require_matplotlib()
         if out.exists() and not out.is_dir():
             raise ConfigError(f"{str(out)!r} is a file, and the numbers go into a folder")
-    source = Source.of(run)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
     found = bench.bench(source.checkpoint, how, progress)
     if out is not None:

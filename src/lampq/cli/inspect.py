@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from lampq.artifact.checkpoint import Header, read_checkpoint
+from lampq.artifact.checkpoint import Header, load_checkpoint, read_checkpoint
 from lampq.artifact.onnx.file import read_onnx
 from lampq.cli import app, guarded
+from lampq.cli.jobs import coco_samples
 from lampq.data import list_folder
 from lampq.errors import ConfigError
 from lampq.evaluate import interval95
 from lampq.export import profile_of
 from lampq.inputs import pictures
 from lampq.models import preprocessing_of
+from lampq.progress import Progress
 from lampq.report.folder import remake_page
+from lampq.report.scores import markdown
 from lampq.runfolder import check_labels, score
 from lampq.runtime import check_runtime, load
 from lampq.terminal import TerminalProgress, plan_table
@@ -35,6 +38,9 @@ def eval_command(
         typer.Option(help="torch, onnxruntime or openvino, default: torch; onnxruntime for .onnx"),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="pictures; bundled ones if absent")] = None,
+    annotations: Annotated[
+        Path | None, typer.Option(help="COCO file of what is in them (detectors)")
+    ] = None,
     images: Annotated[int | None, typer.Option(help="how many pictures to score")] = None,
     seed: Annotated[int, typer.Option(help="seed of the choice of pictures")] = 0,
     mean: Annotated[str | None, typer.Option(help="pixel mean")] = None,
@@ -48,10 +54,22 @@ def eval_command(
     engine = runtime or ("onnxruntime" if onnx else "torch")
     check_runtime(engine)
     header = Header(read_onnx(checkpoint)[0]) if onnx else read_checkpoint(checkpoint)[0]
-    if data is not None:
-        list_folder(data)
     if images is not None and images < 1:
         raise ConfigError(f"images must be at least 1, got {images}")
+    progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
+    about = {"model": header.source.name, "file": str(checkpoint), "runtime": engine}
+    if header.source.kind == "detector":
+        if onnx or engine != "torch" or (mean, std, crop_pct) != (None, None, None):
+            raise ConfigError(
+                "a detector is scored in torch, from model.safetensors, on pictures as they are"
+            )
+        found = _detector_scores(checkpoint, annotations, data, images, seed, progress)
+        print(json.dumps({**found, **about}) if as_json else "\n".join(markdown({"": found})))
+        return
+    if annotations is not None:
+        raise ConfigError("--annotations is for detectors: leave it out")
+    if data is not None:
+        list_folder(data)
     model = load(checkpoint, engine)
     bundled = header.source.kind == "bundled"
     own = header.preprocessing or preprocessing_of(header.source.build())
@@ -62,15 +80,32 @@ def eval_command(
     if images is not None:
         samples = samples.subset(images, seed)
     check_labels(samples, model)
-    progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
     result = score(model, samples, progress, "scoring")
     if as_json:
-        about = {"model": header.source.name, "file": str(checkpoint), "runtime": engine}
         print(json.dumps({**result, **about}))
     else:
         half = interval95(result["top1"], int(result["images"]))
         where = "" if engine == "torch" else f" in {engine}"
         print(f"top-1 {result['top1']:.2f} % (±{half:.2f}) on {result['images']} images{where}")
+
+
+def _detector_scores(
+    checkpoint: Path,
+    annotations: Path | None,
+    data: Path | None,
+    images: int | None,
+    seed: int,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Box and mask AP of a quantized detector."""
+    from lampq.detection.task import DetectionTask
+
+    if data is None or annotations is None:
+        raise ConfigError("give the pictures to score with --data DIR and --annotations FILE")
+    model = load_checkpoint(checkpoint)
+    classes = model.options.classes  # type: ignore[union-attr]
+    samples = coco_samples(annotations, data, classes, progress, limit=images, seed=seed)  # type: ignore[arg-type]
+    return DetectionTask().score(model, samples, progress, "scoring")
 
 
 @app.command("show")

@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from lampq.cli import app, guarded
-from lampq.cli.zero_shot import Run, calibration_source
+from lampq.cli.jobs import Places, Wanted, classifier_job, detector_job
+from lampq.cli.zero_shot import calibration_source
 from lampq.config import RunConfig, make_config, read_toml
-from lampq.inputs import calibration_samples, evaluation_samples, load_alone, load_float
+from lampq.errors import ConfigError
 from lampq.models import DEFAULT_MODEL
-from lampq.pipeline import prepare
-from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan, run_job
+from lampq.runfolder import run_job
 from lampq.terminal import TerminalProgress, print_result
 from lampq.typed import (
     OptionalName,
     bit_operations,
     numbers,
-    preprocessing_with,
     size_in_bytes,
     width,
 )
@@ -35,11 +34,22 @@ RECONSTRUCTION, ZERO_SHOT = "Reconstruction", "Zero-shot"
 @app.command("quantize", cls=OptionalName)
 @guarded
 def quantize_command(
-    model: Annotated[str, typer.Argument(help="a timm name, or a bundled one")] = DEFAULT_MODEL,
+    model: Annotated[
+        str, typer.Argument(help="a timm name, a bundled one, or a TOML file that names it")
+    ] = DEFAULT_MODEL,
+    task: Annotated[str | None, typer.Option(help="classification or detection")] = None,
     weights: Annotated[Path | None, typer.Option(help=".safetensors or .pth state dict")] = None,
     calib: Annotated[Path | None, typer.Option(help="calibration pictures")] = None,
+    calib_annotations: Annotated[
+        Path | None, typer.Option(help="COCO file of what is in them (detection)")
+    ] = None,
     evaluation: Annotated[Path | None, typer.Option("--eval", help="evaluation pictures")] = None,
-    out: Annotated[Path, typer.Option(help="run folder to write")] = Path("runs/lampq"),
+    eval_annotations: Annotated[
+        Path | None, typer.Option(help="COCO file of what is in them (detection)")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="run folder to write, default: runs/lampq")
+    ] = None,
     bits: Annotated[float | None, typer.Option(help="mean weight bits, default: 4")] = None,
     act_bits: Annotated[int | None, typer.Option(help="(mean) activation bits")] = None,
     target_size: Annotated[str | None, typer.Option(help="file size, e.g. 3.5MB")] = None,
@@ -130,6 +140,12 @@ def quantize_command(
         str | None,
         typer.Option(help="attention products: target, follow or a width", rich_help_panel=METHOD),
     ] = None,
+    head_bits: Annotated[
+        str | None,
+        typer.Option(
+            help="neck and heads of a detector: target, float or a width", rich_help_panel=METHOD
+        ),
+    ] = None,
     rest_bits: Annotated[
         int | None,
         typer.Option(help="scales, biases, norms, embeddings: 16 or 32", rich_help_panel=METHOD),
@@ -165,7 +181,7 @@ def quantize_command(
     ] = None,
     alpha_signal: Annotated[
         str | None,
-        typer.Option(help="of probes: accuracy, loss or kl (fisher)", rich_help_panel=METRIC),
+        typer.Option(help="of probes: accuracy, loss, kl or ap (fisher)", rich_help_panel=METRIC),
     ] = None,
     alpha_trace: Annotated[
         str | None, typer.Option(help="in alpha: quantized or fp (fisher)", rich_help_panel=METRIC)
@@ -209,7 +225,7 @@ def quantize_command(
     ] = None,
     accept: Annotated[
         str | None,
-        typer.Option(help="score of a plan: accuracy, loss or kl", rich_help_panel=EXCHANGES),
+        typer.Option(help="score of a plan: accuracy, loss, kl or ap", rich_help_panel=EXCHANGES),
     ] = None,
     score_images: Annotated[
         int | None, typer.Option(help="images that score a plan", rich_help_panel=EXCHANGES)
@@ -285,53 +301,41 @@ def quantize_command(
 ) -> None:
     """Find the width of every layer within a budget and write the quantized model."""
     flags = dict(locals())
+    if model.endswith(".toml"):
+        if config is not None:
+            raise ConfigError("give either a TOML file as the model or --config, not both")
+        config, flags["model"] = Path(model), None
     given = {key: flags[key] for key in RunConfig.__slots__ if key in flags}
     given["choices"] = numbers(choices, "choices", int)
     given["act_choices"] = numbers(act_choices, "act-choices", int)
     given["target_size"] = size_in_bytes(target_size)
     given["target_bops"] = bit_operations(target_bops)
-    given["edge_bits"], given["matmul_bits"] = width(edge_bits), width(matmul_bits)
+    for name in ("edge_bits", "matmul_bits", "head_bits"):
+        given[name] = width(flags[name])
     options = {} if config is None else read_toml(config)
+    folder = Path() if config is None else config.parent
+    places = Places.of({**flags, "eval": evaluation}, options, folder)
     options |= {key: value for key, value in given.items() if value is not None}
     if zero_shot and synthetic is None:
         options.setdefault("images", DEFAULT_IMAGES)
     settings = make_config(options)
     typed = {"recipe": recipe, "steps": synthesis_steps, "batch": synthesis_batch}
-    made = calibration_source(zero_shot, calib, synthetic, typed, settings)
-    layer_plan = None if plan is None else read_plan(plan)
+    made = calibration_source(zero_shot, places.calib, synthetic, typed, settings)
     progress = TerminalProgress(Console(stderr=True), quiet=quiet or as_json)
-    load = load_float if made is None else load_alone
-    loaded = load(model, weights, calib, evaluation)
-    prepare(loaded.model, settings, plan=layer_plan)
-    inputs: dict[str, Any] = {
-        "model": model,
-        "weights": str(weights),
-        "calib": str(calib),
-        "plan": str(plan),
-        "eval": str(evaluation),
-        "mean": mean,
-        "std": std,
-        "crop_pct": crop_pct,
-        **({} if made is None else {"zero_shot": made.to_json()}),
-    }
-    how = preprocessing_with(loaded.preprocessing, mean, std, crop_pct)
-    if made is not None:
-        made.check(loaded, how)
-    work = open_work(out, fingerprint_of(settings, inputs), resume=resume)
-    scored = evaluation_samples(loaded, calib, evaluation, how, progress)
-    if scored is not None:
-        check_labels(scored, loaded.model)
+    wanted = Wanted(places, settings, plan, resume, progress)
+    pixels = {"mean": mean, "std": std, "crop_pct": crop_pct}
+    if settings.task == "detection":
+        if made is not None or any(value is not None for value in pixels.values()):
+            raise ConfigError(
+                "--zero-shot, --mean, --std and --crop-pct are for classifiers: leave them out"
+            )
+        begun = detector_job(wanted)
+    else:
+        begun = classifier_job(wanted, made, pixels)
     try:
-        if made is None:
-            samples = calibration_samples(calib, how, settings.images, settings.seed, progress)
-        else:
-            run = Run(loaded, weights, how, settings, out, progress)
-            samples, inputs["synthesis"] = made.samples(run)
-        check_labels(samples, loaded.model)
-        job = Job(loaded, samples, scored, settings, layer_plan, how, inputs)
-        report, result = run_job(job, out, work, progress)
+        report, result = run_job(begun.job(), places.out, begun.work, progress)
     except KeyboardInterrupt:
-        kept = " (the best plan so far is written)" if (out / "plan.json").exists() else ""
+        kept = " (the best plan so far is written)" if (places.out / "plan.json").exists() else ""
         print(
             f"lampq: interrupted{kept}; continue with the same command and --resume",
             file=sys.stderr,
@@ -340,4 +344,4 @@ def quantize_command(
     if as_json:
         print(json.dumps(report, indent=2))
     elif not quiet:
-        print_result(report, result.plan, out)
+        print_result(report, result.plan, places.out)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lampq.graph.windows import padded_swin_block
+from lampq.quant.fold import PaddedNorm
 from lampq.types import LayerRole
 
 
@@ -39,23 +41,21 @@ class ExplicitBlock(nn.Module):
         return output
 
 
-@cache
-def _explicit_swin_block() -> type[nn.Module]:
-    from timm.models.swin_transformer import SwinTransformerBlock
+def _explicit_swin_block(kind: type[nn.Module]) -> type[nn.Module]:
+    class ExplicitSwinBlock(kind):  # type: ignore[misc, valid-type]
+        """A block of Swin, in evaluation; shifts and windows are those of its kind."""
 
-    class ExplicitSwinBlock(SwinTransformerBlock):
-        """A block of Swin, in evaluation; shifts and windows are timm's own."""
-
-        def __init__(self, original: nn.Module) -> None:
+        def __init__(self, original: Any) -> None:
             nn.Module.__init__(self)
             self.__dict__.update(original.__dict__)
             self._modules = dict(original._modules)
+            if issubclass(kind, padded_swin_block()):
+                self.norm1 = PaddedNorm(original.norm1)
             self.sum1, self.sum2 = Sum(LayerRole.PROJ), Sum(LayerRole.FC2)
 
         def forward(self, x: Tensor) -> Tensor:
             """The block on tokens (images, rows, columns, channels)."""
-            attended: Tensor = self._attn(self.norm1(x))  # type: ignore[no-untyped-call]
-            x = self.sum1(x, attended)
+            x = self.sum1(x, self._attn(self.norm1(x)))
             tokens = x.flatten(1, 2)
             output: Tensor = self.sum2(tokens, self.mlp(self.norm2(tokens)))
             return output.view(x.shape)
@@ -63,16 +63,22 @@ def _explicit_swin_block() -> type[nn.Module]:
     return ExplicitSwinBlock
 
 
+@cache
+def _swin_blocks() -> dict[type[nn.Module], type[nn.Module]]:
+    """The kinds of blocks of Swin and their explicit forms."""
+    from timm.models.swin_transformer import SwinTransformerBlock
+
+    kinds = SwinTransformerBlock, padded_swin_block()
+    return {kind: _explicit_swin_block(kind) for kind in kinds}
+
+
 def known_blocks() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
     """The blocks whose sums can be made explicit, and how."""
-    from timm.models import swin_transformer, vision_transformer
+    from timm.models.vision_transformer import Block
 
-    return {
-        vision_transformer.Block: ExplicitBlock,
-        swin_transformer.SwinTransformerBlock: _explicit_swin_block(),
-    }
+    return {Block: ExplicitBlock, **_swin_blocks()}
 
 
 def explicit_blocks() -> tuple[type[nn.Module], ...]:
     """The kinds of blocks that have explicit sums."""
-    return ExplicitBlock, _explicit_swin_block()
+    return ExplicitBlock, *_swin_blocks().values()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from lampq.errors import GraphError
 from lampq.graph.attention import MatMul
 from lampq.graph.blocks import Sum
 from lampq.graph.families import TIMM, RolePattern
-from lampq.quant.fold import NormFold
+from lampq.quant.fold import NormFold, fold_norm_
 from lampq.types import SEARCHED_ROLES, LayerRole, LayerSpec, MatmulSpec, ModelGraph, SumSpec
 
 
@@ -99,21 +101,27 @@ def missing_roles(graph: ModelGraph) -> tuple[LayerRole, ...]:
 
 
 @torch.no_grad()
-def verify_norms(model: nn.Module, graph: ModelGraph, example: Tensor) -> ModelGraph:
+def verify_norms(
+    model: nn.Module,
+    graph: ModelGraph,
+    example: Any,
+    outputs: Callable[[nn.Module, Any], Tensor] = lambda model, images: model(images),
+) -> ModelGraph:
     """The graph without the norms that feed something else than their layer.
 
     Each norm is folded into its layer with random factors; a norm that has another consumer,
     or whose output is padded on the way, changes the model's output and is dropped.
+    ``outputs``: what a model makes of the example images.
     """
     candidates = [layer for layer in graph.layers if layer.norm is not None]
-    expected = model(example)
+    expected = outputs(model, example)
 
     def unchanged(layers: list[LayerSpec]) -> bool:
         folded = copy.deepcopy(model)
         generator = torch.Generator().manual_seed(0)
         for layer in layers:
             _fold_randomly_(folded, layer, generator)
-        got = folded(example)
+        got = outputs(folded, example)
         return bool(torch.allclose(got, expected, rtol=1e-3, atol=1e-3 * float(expected.std())))
 
     if unchanged(candidates):
@@ -137,6 +145,5 @@ def _fold_randomly_(model: nn.Module, layer: LayerSpec, generator: torch.Generat
     fold = NormFold(ratio=draw[0] + 0.5, shift=draw[1] - 0.5)
     own = linear.bias if linear.bias is not None else linear.weight.new_zeros(linear.out_features)
     weight, bias = fold.of_linear(linear.weight, own)
-    norm_weight, norm_bias = fold.of_norm(norm.weight, norm.bias)
     linear.weight, linear.bias = nn.Parameter(weight), nn.Parameter(bias)
-    norm.weight, norm.bias = nn.Parameter(norm_weight), nn.Parameter(norm_bias)
+    fold_norm_(norm, fold)

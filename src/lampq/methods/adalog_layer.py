@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lampq.methods.base import LinearView
-from lampq.methods.compensate import compensated_codes
+from lampq.methods.compensate import MOST_INPUTS, compensated_codes
 from lampq.methods.search import (
     Error,
     Grid,
@@ -107,7 +107,14 @@ class LayerSearch:
         return gram, cross.T.contiguous()
 
     def search_weight(self) -> None:
-        """Weight scales of least output error with the input quantizer as it is."""
+        """Weight scales of least output error with the input quantizer as it is.
+
+        Of a layer with very many inputs the error is that of inputs without correlation: its Gram
+        matrix would not fit into memory.
+        """
+        if self.weight.shape[1] > MOST_INPUTS:
+            self.weight_quantizer = self._nearest_weight()
+            return
         gram, cross = self.gram()
         power = gram.diagonal().contiguous()
 

@@ -16,12 +16,20 @@ from lampq.calibrate import LayerStats, MatmulStats, Stats
 from lampq.progress import Progress
 from lampq.quant.half import halved
 from lampq.quant.modules import LayerFit, MatmulFit, SiteFit, SumFit, applied, assemble
-from lampq.types import BitPlan, LayerBits, LayerSpec, MatmulSpec, ModelGraph, SumSpec
+from lampq.types import (
+    DETECTOR_ROLES,
+    BitPlan,
+    LayerBits,
+    LayerSpec,
+    MatmulSpec,
+    ModelGraph,
+    SumSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearView:
-    """A linear layer or patch embedding as a matrix: y = weight @ x + bias.
+    """A linear layer or convolution as a matrix: y = weight @ x + bias.
 
     Attributes:
         spec: Its name, role, block and norm.
@@ -35,8 +43,16 @@ class LinearView:
 
     @classmethod
     def of(cls, model: nn.Module, spec: LayerSpec) -> LinearView:
-        """The view of one layer; a missing bias is zero."""
+        """The view of one layer; a missing bias is zero.
+
+        A transposed convolution of patches has a row for every number of a patch.
+        """
         module = model.get_submodule(spec.name)
+        if isinstance(module, nn.ConvTranspose2d):
+            matrix = module.weight.detach().flatten(1).T.contiguous()
+            spots = module.weight.shape[2:].numel()
+            own = matrix.new_zeros(module.out_channels) if module.bias is None else module.bias
+            return cls(spec, matrix, own.detach().repeat_interleave(spots))
         assert isinstance(module, nn.Linear | nn.Conv2d), "discovery names linear layers only"
         weight = module.weight.detach().flatten(1)
         bias = module.bias
@@ -107,12 +123,18 @@ class SiteWidths:
     ``edge``: patch embedding, head and Swin's reduction. ``matmul``: both operands of the attention
     products, and residual sums; or None to follow the plan (q, k, v as the block's qkv, softmax as
     its proj, a sum as the layer before it). ``rest``: what is not quantized, and the scales of the
-    weights; 16 or 32.
+    weights; 16 or 32. ``behind``: what a detector has behind its backbone; None: as ``edge``.
     """
 
     edge: LayerBits
     matmul: int | None
     rest: int = 32
+    behind: LayerBits | None = None
+
+    def of_layer(self, layer: LayerSpec) -> LayerBits:
+        """Widths of a layer that the plan does not name."""
+        behind = self.behind if layer.role in DETECTOR_ROLES else None
+        return behind or self.edge
 
     def of_matmul(self, site: MatmulSpec, plan: BitPlan) -> tuple[int, int]:
         """Widths of the left and the right operand."""
@@ -281,7 +303,10 @@ class FitCache:
 
     def of_plan(self, plan: BitPlan) -> tuple[list[LayerFit], list[SiteFit]]:
         """Fits of every site of the model under a plan."""
-        layers = [(spec.name, plan.get(spec.name, self.sites.edge)) for spec in self.graph.layers]
+        layers = [
+            (spec.name, plan.get(spec.name, self.sites.of_layer(spec)))
+            for spec in self.graph.layers
+        ]
         matmuls = [(site.name, *self.sites.of_matmul(site, plan)) for site in self.graph.matmuls]
         self.prefetch(layers, matmuls)
         sites: list[SiteFit] = [self._matmuls[key] for key in matmuls]

@@ -15,6 +15,8 @@ from lampq.quant.uniform import UniformQuantizer
 
 DAMPING = 0.01
 BLOCK = 64
+# a layer with more inputs is compensated in parts: its Gram matrix would not fit into memory
+MOST_INPUTS = 4096
 
 
 def compensated_codes(
@@ -29,6 +31,14 @@ def compensated_codes(
 
     ``shares``: how much the error of each token counts, one on average; all alike when not given.
     """
+    if weight.shape[1] > MOST_INPUTS:
+        count = -(-weight.shape[1] // MOST_INPUTS)
+        parts = zip(*(x.chunk(count, dim=1) for x in (weight, inputs, quantized)), strict=True)
+        pieces = []
+        for own, seen, given in parts:
+            piece, bias = compensated_codes(own, bias, seen, given, grid, shares)
+            pieces.append(piece)
+        return torch.cat(pieces, dim=1), bias
     counts = torch.ones_like(inputs[:, 0]) if shares is None else shares
     mean = counts @ inputs / len(inputs)
     quantized_mean = counts @ quantized / len(inputs)

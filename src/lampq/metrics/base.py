@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from lampq.data import Samples
+from lampq.data import AnySamples
 from lampq.methods.base import FitCache
 from lampq.progress import Journal, Progress
+from lampq.task import CLASSIFICATION, Task
 from lampq.types import CostTable, LayerBits, ModelGraph
 
 
@@ -27,15 +28,17 @@ class Evidence:
         progress: Loops go through ``progress.track``.
         journal: Long work goes through ``journal.once``, and through ``journal.of_model.once``
             where it looks at no fit.
+        task: How the model is run, what it loses and how good its answers are.
     """
 
     model: nn.Module
     graph: ModelGraph
     fits: FitCache
-    samples: Samples
+    samples: AnySamples
     seed: int = 0
     progress: Progress = field(default_factory=Progress)
     journal: Journal = field(default_factory=Journal)
+    task: Task = CLASSIFICATION
 
 
 @dataclass(frozen=True, slots=True)

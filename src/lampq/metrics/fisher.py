@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from lampq.calibrate import backward, drawn_labels, recording, recording_gradients
-from lampq.data import Samples
-from lampq.evaluate import PrefixCache, Quality
+from lampq.data import AnySamples
+from lampq.hooks import recording, recording_gradients
 from lampq.metrics.base import Evidence, Sensitivity
+from lampq.passes import CLASSIFIER, Labels, Passes, backward
 from lampq.quant.modules import LayerFit, QuantLayer, assemble
+from lampq.task import Measured, Prefix
 from lampq.types import (
     MAX_BITS,
     MIN_BITS,
@@ -29,8 +29,9 @@ from lampq.types import (
     separate,
 )
 
-Labels = Literal["model", "data"]
-Signal = Literal["accuracy", "loss", "kl"]
+Signal = Literal["accuracy", "loss", "kl", "ap"]
+# signals in points out of a hundred, which images can tell apart only so finely
+IN_POINTS = ("accuracy", "ap")
 
 
 def per_image_square(inputs: Tensor, gradient: Tensor, images: int) -> Tensor:
@@ -55,39 +56,43 @@ Seen = dict[str, tuple[Tensor, Tensor]]
 def gradients(
     model: nn.Module,
     names: list[str],
-    samples: Samples,
+    samples: AnySamples,
     labels: Labels,
     *,
     seed: int,
     batch: int = 16,
+    passes: Passes = CLASSIFIER,
 ) -> Iterator[tuple[int, Seen]]:
     """For each batch: number of images, and inputs and output gradients of the named layers."""
     generator = torch.Generator().manual_seed(seed)
-    if labels == "data":
-        samples.require_labels("a Fisher trace with labels='data'")
     with recording(model, names) as inputs, recording_gradients(model, names) as slopes:
-        for images, known in samples.batches(batch):
+        for images, known in samples.batches(passes.at_once(batch)):
             inputs.clear()
             slopes.clear()
-            backward(model, images, generator, None if labels == "model" else known)
+            backward(model, images, generator, known, labels=labels, passes=passes)
             yield len(images), {n: (inputs[n][0].detach(), g) for n, g in slopes.items()}
 
 
 def fisher_traces(
     model: nn.Module,
     layers: tuple[LayerSpec, ...],
-    samples: Samples,
+    samples: AnySamples,
     *,
     labels: Labels = "model",
     seed: int = 0,
     batch: int = 16,
     track: Callable[[Iterator[Any]], Iterator[Any]] = lambda items: items,
+    passes: Passes = CLASSIFIER,
 ) -> Mapping[str, float]:
-    """Mean over images of the squared gradient norm of the log-likelihood, per layer."""
+    """Mean over images of the squared gradient norm of the loss, per layer.
+
+    The loss of a classifier is the log-likelihood of a label, that of a detector the sum of its
+    training losses.
+    """
     totals = {layer.name: 0.0 for layer in layers}
     images = 0
     for count, seen in track(
-        gradients(model, list(totals), samples, labels, seed=seed, batch=batch)
+        gradients(model, list(totals), samples, labels, seed=seed, batch=batch, passes=passes)
     ):
         images += count
         for name, (x, g) in seen.items():
@@ -98,9 +103,10 @@ def fisher_traces(
 def quantized_trace(
     model: nn.Module,
     fit: LayerFit,
-    cache: PrefixCache,
+    cache: Prefix,
     labels: Labels,
     seed: int,
+    passes: Passes = CLASSIFIER,
 ) -> float:
     """Fisher trace of one layer while it sits at its fitted width, all else in float.
 
@@ -120,18 +126,17 @@ def quantized_trace(
 
     handle = layer.register_forward_hook(keep)
     generator = torch.Generator().manual_seed(seed)
-    total = 0.0
+    total, count = 0.0, 0
     try:
-        for logits, known in cache.run(quantized, fit.spec.block, grad=True):
-            if labels == "data" and known is None:
-                cache.samples.require_labels("a Fisher trace with labels='data'")
-            answer = drawn_labels(logits, generator) if labels == "model" else known
-            loss = F.cross_entropy(logits, answer, reduction="sum")  # type: ignore[arg-type]
+        for images, known in cache.started(quantized, fit.spec.block):
+            with torch.enable_grad():
+                loss = passes.loss(quantized, images, known, labels, generator)
             (gradient,) = torch.autograd.grad(loss, seen["y"])
-            total += float(per_image_square(seen["x"], gradient, len(logits)).sum())
+            total += float(per_image_square(seen["x"], gradient, len(images)).sum())
+            count += len(images)
     finally:
         handle.remove()
-    return total / len(cache.samples)
+    return total / count
 
 
 def sampled_blocks(n_blocks: int, share: float, seed: int) -> tuple[int, ...]:
@@ -179,11 +184,6 @@ def role_scales(
     return {role: max(drop, floor) / max(traces[role], 1e-30) for role, drop in drops.items()}
 
 
-def _signal(quality: Quality, signal: Signal) -> float:
-    values = {"accuracy": quality.accuracy, "loss": quality.likelihood, "kl": quality.agreement}
-    return values[signal]
-
-
 @dataclass(frozen=True, slots=True)
 class TypeAwareFisher:
     """Omega = alpha_role * tr(F) * penalty**(-bits).
@@ -212,7 +212,7 @@ class TypeAwareFisher:
         """Costs of all layers at all widths."""
         layers = evidence.graph.allocatable
         samples = evidence.samples.subset(self.images, evidence.seed)
-        batches = -(-len(samples) // 16)
+        batches = -(-len(samples) // evidence.task.at_once(16))
         traces = evidence.journal.of_model.once(
             f"fisher traces {len(samples)} {self.labels}",
             lambda: dict(
@@ -223,6 +223,7 @@ class TypeAwareFisher:
                     labels=self.labels,
                     seed=evidence.seed,
                     track=lambda it: evidence.progress.track(it, "Fisher traces", batches),
+                    passes=evidence.task,
                 )
             ),
         )
@@ -258,8 +259,8 @@ class TypeAwareFisher:
         if self.alpha_trace == "quantized":
             used = self._quantized_traces(evidence, probed, choices)
         drops = {
-            layer.name: _signal(probes.base, self.alpha_signal)
-            - _signal(probes.quality[layer.name], self.alpha_signal)
+            layer.name: probes.base.signal(self.alpha_signal)
+            - probes.quality[layer.name].signal(self.alpha_signal)
             for layer in probed
         }
         details["probe"] = {
@@ -274,7 +275,7 @@ class TypeAwareFisher:
         def mean(values: Mapping[str, float], role: LayerRole) -> float:
             return float(np.mean([values[layer.name] for layer in probed if layer.role is role]))
 
-        resolution = 100 / probes.images if self.alpha_signal == "accuracy" else 1e-6
+        resolution = 100 / probes.images if self.alpha_signal in IN_POINTS else 1e-6
         return role_scales(
             {role: mean(drops, role) for role in roles},
             {role: mean(used, role) for role in roles},
@@ -286,13 +287,14 @@ class TypeAwareFisher:
     ) -> dict[str, float]:
         samples = evidence.samples.subset(self.trace_images, evidence.seed)
         bits = _probe_bits(self.probe_bits, choices)
-        cache: list[PrefixCache] = []
+        cache: list[Prefix] = []
+        task = evidence.task
 
         def measure(layer: LayerSpec) -> float:
             if not cache:
-                cache.append(PrefixCache(evidence.model, evidence.graph.blocks, samples, batch=16))
+                cache.append(task.prefix(evidence.model, evidence.graph.blocks, samples, batch=16))
             fit = evidence.fits.layer(layer.name, bits)
-            return quantized_trace(evidence.model, fit, cache[0], self.labels, evidence.seed)
+            return quantized_trace(evidence.model, fit, cache[0], self.labels, evidence.seed, task)
 
         return {
             layer.name: evidence.journal.once(
@@ -316,8 +318,8 @@ def _probe_bits(weight: int, choices: tuple[LayerBits, ...]) -> LayerBits:
 class Probes:
     """Quality of the float model, and of it with one layer quantized, by layer name."""
 
-    base: Quality
-    quality: Mapping[str, Quality]
+    base: Measured
+    quality: Mapping[str, Measured]
     images: int
 
 
@@ -327,27 +329,27 @@ def probe_layers(
     """The model's quality with only one layer at those bits and all else in float."""
     samples = evidence.samples.subset(images, evidence.seed)
     evidence.fits.prefetch((layer.name, bits) for layer in layers)
-    cache: list[PrefixCache] = []
+    cache: list[Prefix] = []
+    task = evidence.task
 
-    def opened() -> PrefixCache:
+    def opened() -> Prefix:
         if not cache:
-            cache.append(PrefixCache(evidence.model, evidence.graph.blocks, samples))
+            cache.append(task.prefix(evidence.model, evidence.graph.blocks, samples))
         return cache[0]
 
-    def measure(layer: LayerSpec | None) -> list[float]:
-        reference = opened().logits
-        logits = reference
+    def measure(layer: LayerSpec | None) -> list[Any]:
+        reference = opened().answers
+        answers = reference
         if layer is not None:
             quantized = assemble(evidence.model, [evidence.fits.layer(layer.name, bits)])
-            logits = opened().predict(quantized, layer.block)
-        quality = Quality.of(logits, reference, samples.labels)
-        return [quality.accuracy, quality.likelihood, quality.agreement]
+            answers = opened().predict(quantized, layer.block)
+        return task.quality(answers, reference, samples).values()
 
     key = f"probe {len(samples)}"
-    base = Quality(*evidence.journal.once(f"{key} base", lambda: measure(None)))
+    base = task.measured(evidence.journal.once(f"{key} base", lambda: measure(None)))
     measured = {
-        layer.name: Quality(
-            *evidence.journal.once(f"{key} {layer.name} {bits}", partial(measure, layer))
+        layer.name: task.measured(
+            evidence.journal.once(f"{key} {layer.name} {bits}", partial(measure, layer))
         )
         for layer in evidence.progress.track(layers, f"probes at {bits} bits", len(layers))
     }

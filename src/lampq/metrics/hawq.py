@@ -17,11 +17,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lampq.calibrate import drawn_labels
-from lampq.data import Samples
+from lampq.data import AnySamples, Samples
 from lampq.methods.base import LinearView
 from lampq.metrics.base import Evidence, Sensitivity
-from lampq.metrics.fisher import Labels, fisher_traces, gradients
+from lampq.metrics.fisher import fisher_traces, gradients
+from lampq.passes import Labels, drawn_labels
 from lampq.quant.modules import LayerFit
 from lampq.types import CostTable, LayerBits, LayerSpec, separate
 
@@ -161,9 +161,10 @@ class Hawq:
     def _trace_images(self) -> int:
         return self.trace_images if self.hessian == "hutchinson" else self.images
 
-    def _traces(self, evidence: Evidence, samples: Samples) -> dict[str, float]:
+    def _traces(self, evidence: Evidence, samples: AnySamples) -> dict[str, float]:
         layers = evidence.graph.allocatable
         if self.hessian == "hutchinson":
+            assert isinstance(samples, Samples), "checked by the task"
             return dict(
                 hutchinson_traces(
                     evidence.model,
@@ -175,7 +176,14 @@ class Hawq:
                 )
             )
         return dict(
-            fisher_traces(evidence.model, layers, samples, labels=self.labels, seed=evidence.seed)
+            fisher_traces(
+                evidence.model,
+                layers,
+                samples,
+                labels=self.labels,
+                seed=evidence.seed,
+                passes=evidence.task,
+            )
         )
 
     def _input_traces(self, evidence: Evidence) -> dict[str, float]:
@@ -184,7 +192,14 @@ class Hawq:
         samples = evidence.samples.subset(self.images, evidence.seed)
         weights = {layer.name: LinearView.of(evidence.model, layer).weight for layer in layers}
         totals = dict.fromkeys(weights, 0.0)
-        steps = gradients(evidence.model, list(weights), samples, self.labels, seed=evidence.seed)
+        steps = gradients(
+            evidence.model,
+            list(weights),
+            samples,
+            self.labels,
+            seed=evidence.seed,
+            passes=evidence.task,
+        )
         for _, seen in steps:
             for name, (_x, g) in seen.items():
                 totals[name] += float((g @ weights[name]).square().sum(dtype=torch.float64))

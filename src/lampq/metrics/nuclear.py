@@ -103,11 +103,11 @@ def _passes(evidence: Evidence, modules: list[Module], images: int) -> Iterator[
     samples = evidence.samples.subset(images, evidence.seed)
     outputs = [name for module in modules for name in module.outputs]
     products = [site.name for module in modules for site in module.products if site.kind == "av"]
-    for pictures, _ in samples.batches(BATCH):
+    for pictures, known in samples.batches(evidence.task.at_once(BATCH)):
         seen = _Seen()
         handles = _watch(evidence.model, modules[0].host, outputs, products, seen)
         try:
-            evidence.model(pictures)
+            evidence.task.forward(evidence.model, pictures, known)
         finally:
             for handle in handles:
                 handle.remove()

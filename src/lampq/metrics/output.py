@@ -14,11 +14,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lampq.evaluate import PrefixCache, cross_entropy, divergence
 from lampq.methods.base import LinearView, layer_output
 from lampq.metrics.base import Evidence, Sensitivity
-from lampq.metrics.fisher import Labels, gradients
+from lampq.metrics.fisher import gradients
+from lampq.passes import Labels
 from lampq.quant.modules import assemble
+from lampq.task import Prefix
 from lampq.types import CostTable, LayerBits, LayerSpec
 
 
@@ -57,10 +58,15 @@ class OutputFisher:
         diagonal = np.zeros_like(projected)
         views = [LinearView.of(evidence.model, layer) for layer in layers]
         names = [layer.name for layer in layers]
-        batches = -(-len(samples) // 16)
+        batches = -(-len(samples) // evidence.task.at_once(16))
         for draw in range(self.draws):
             steps = gradients(
-                evidence.model, names, samples, self.labels, seed=evidence.seed + draw
+                evidence.model,
+                names,
+                samples,
+                self.labels,
+                seed=evidence.seed + draw,
+                passes=evidence.task,
             )
             for count, seen in evidence.progress.track(steps, "output errors", batches):
                 for row, (layer, view) in enumerate(zip(layers, views, strict=True)):
@@ -86,8 +92,8 @@ class MeasuredHarm:
     """What only one layer at one width does to the model, measured.
 
     ``signal``: "kl" is the KL divergence from the float model, "loss" the rise of the cross entropy
-    of the labels, or of the float model's answers where there are none. On few images the loss may
-    fall.
+    of the labels, or of the float model's answers where there are none; of a detector that of its
+    training losses. On few images the loss may fall.
     """
 
     images: int = 64
@@ -97,17 +103,19 @@ class MeasuredHarm:
         """Costs of all layers at all widths."""
         layers = evidence.graph.allocatable
         samples = evidence.samples.subset(self.images, evidence.seed)
-        cache: list[PrefixCache] = []
+        cache: list[Prefix] = []
+        task = evidence.task
 
         def measure(layer: LayerSpec, bits: LayerBits) -> float:
             if not cache:
-                cache.append(PrefixCache(evidence.model, evidence.graph.blocks, samples))
+                cache.append(task.prefix(evidence.model, evidence.graph.blocks, samples))
             quantized = assemble(evidence.model, [evidence.fits.layer(layer.name, bits)])
-            logits, reference = cache[0].predict(quantized, layer.block), cache[0].logits
-            if self.signal == "kl":
-                return divergence(logits, reference)
-            answers = reference.argmax(dim=1) if samples.labels is None else samples.labels
-            return cross_entropy(logits, answers) - cross_entropy(reference, answers)
+            reference = cache[0].answers
+            before, after = (
+                task.quality(answers, reference, samples).signal(self.signal)
+                for answers in (reference, cache[0].predict(quantized, layer.block))
+            )
+            return before - after
 
         pairs = [(layer, bits) for layer in layers for bits in choices]
         evidence.fits.prefetch((layer.name, bits) for layer, bits in pairs)

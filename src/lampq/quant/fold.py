@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,26 @@ class NormFold:
         ratio = (scale / to_scale).pow(power)
         shift = scale * (top / 2 - zero) / ratio - to_scale * (top / 2 - to_zero)
         return cls(ratio, shift)
+
+
+class PaddedNorm(nn.LayerNorm):
+    """A norm with the value that its output is padded with, which a fold changes too."""
+
+    padding: Tensor
+
+    def __init__(self, original: nn.LayerNorm) -> None:
+        super().__init__(original.normalized_shape, eps=original.eps)
+        self.weight, self.bias = original.weight, original.bias
+        self.register_buffer("padding", torch.zeros_like(original.weight.detach()))
+
+
+def fold_norm_(norm: nn.LayerNorm, fold: NormFold) -> None:
+    """Change a norm so that it gives x' instead of x."""
+    weight, bias = fold.of_norm(norm.weight.detach(), norm.bias.detach())
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    norm.bias = nn.Parameter(bias, requires_grad=False)
+    if isinstance(norm, PaddedNorm):
+        norm.padding = fold.of_inputs(norm.padding)
 
 
 def absorb_shift(bias: Tensor, decoded_weight: Tensor, shift: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lampq.errors import GraphError
 from lampq.quant.base import Quantizer, compact
-from lampq.quant.fold import NormFold
+from lampq.quant.fold import NormFold, fold_norm_
 from lampq.types import LayerBits, LayerSpec, MatmulSpec, SumSpec
 
 
@@ -124,6 +124,22 @@ class QuantConv2d(QuantLayer):
         return applied(self.output_quantizer, output)
 
 
+class QuantConvTranspose2d(QuantLayer):
+    """Quantized ``nn.ConvTranspose2d`` that makes a patch of every pixel, patches side by side."""
+
+    def __init__(self, fit: LayerFit, conv: nn.ConvTranspose2d) -> None:
+        super().__init__(fit, tuple(fit.codes.shape))
+        self.patch = (int(conv.kernel_size[0]), int(conv.kernel_size[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A linear map of the quantized pixels, its outputs (channels, rows, columns) a patch."""
+        images, _, height, width = x.shape
+        pixels = self._quantized_input(x).permute(0, 2, 3, 1)
+        output = applied(self.output_quantizer, F.linear(pixels, self.weight, self.bias))
+        cut = output.view(images, height, width, -1, *self.patch).permute(0, 3, 1, 4, 2, 5)
+        return cut.reshape(images, -1, height * self.patch[0], width * self.patch[1])
+
+
 class QuantMatMul(nn.Module):
     """Matrix product of two quantized operands."""
 
@@ -166,6 +182,8 @@ def quantized_layer(fit: LayerFit, original: nn.Module) -> QuantLayer:
         return QuantConv2d(fit, original)
     if isinstance(original, nn.Linear):
         return QuantLinear(fit, tuple(original.weight.shape))
+    if isinstance(original, nn.ConvTranspose2d):
+        return QuantConvTranspose2d(fit, original)
     raise GraphError(f"{fit.spec.name!r} is a {type(original).__name__}, not a linear layer")
 
 
@@ -191,6 +209,4 @@ def install_(model: nn.Module, fit: LayerFit) -> None:
         assert fit.spec.norm is not None, "a fold belongs to a layer with a norm"
         norm = model.get_submodule(fit.spec.norm)
         assert isinstance(norm, nn.LayerNorm), "discovery names affine LayerNorms only"
-        weight, bias = fit.fold.of_norm(norm.weight.detach(), norm.bias.detach())
-        norm.weight = nn.Parameter(weight, requires_grad=False)
-        norm.bias = nn.Parameter(bias, requires_grad=False)
+        fold_norm_(norm, fit.fold)

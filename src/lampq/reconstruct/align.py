@@ -16,19 +16,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lampq.calibrate import (
-    ReachedError,
-    arguments_of,
-    backward,
-    recording_gradients,
-    token_gradients,
-)
+from lampq.hooks import ReachedError, arguments_of, recording_gradients
 from lampq.methods.compensate import damp, gptq_codes, ridge
 from lampq.methods.search import SearchDepth, on_grid, progressive_search, uniform_grid
+from lampq.passes import backward
 from lampq.quant.modules import LayerFit, applied, assemble, quantized_layer, replace_module
 from lampq.quant.uniform import UniformQuantizer
 from lampq.reconstruct.base import Finish
 from lampq.reconstruct.feed import Call, Feed
+from lampq.tokens import token_gradients
 from lampq.types import LayerRole, LayerSpec
 
 # images whose gradients tell how much each position counts

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lampq.calibrate import backward, recording_gradients
 from lampq.data import Samples
+from lampq.hooks import recording_gradients
+from lampq.passes import backward
 from lampq.quant.modules import replace_module
 from lampq.reconstruct.base import Finish, Rates, follow_cosine, roundness
 from lampq.reconstruct.feed import Feed

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lampq.calibrate import recording_outputs
+from lampq.hooks import recording_outputs
 from lampq.quant.modules import assemble
 from lampq.reconstruct.align import Align
 from lampq.reconstruct.base import Finish, Rates, follow_cosine

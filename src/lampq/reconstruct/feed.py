@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lampq.calibrate import arguments_of
 from lampq.data import Samples
+from lampq.hooks import arguments_of
 
 # arrays above this size live in a temporary file
 IN_MEMORY = 1_000_000_000

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from lampq.evaluate import interval95
 from lampq.finish import Reconstruction
 from lampq.pipeline import Result, packed
 from lampq.quant.modules import QuantLayer
+from lampq.report.scores import markdown
 from lampq.types import BitPlan, CostTable, Step
 
 STAGES = ("collect", "fit", "metric", "allocate", "refine", "reconstruct", "evaluate")
@@ -130,7 +130,7 @@ def versions() -> dict[str, str]:
 def build_report(
     result: Result,
     *,
-    scores: Mapping[str, Mapping[str, float]],
+    scores: Mapping[str, Mapping[str, Any]],
     seconds: Mapping[str, float],
     files: Mapping[str, int],
     float_bytes: int,
@@ -145,7 +145,7 @@ def build_report(
         "seed": result.config.seed,
         "versions": versions(),
         "scores": {name: dict(score) for name, score in scores.items()},
-        "calibration": {name: asdict(quality) for name, quality in result.calibration.items()},
+        "calibration": {name: quality.to_json() for name, quality in result.calibration.items()},
         "uniform_bits": result.uniform.mean_weight_bits,
         "bits": {
             **bits_json(
@@ -202,10 +202,7 @@ def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     """A page of the report for people."""
     lines = [f"# {headline(report)}", ""]
     lines += [f"> {notice}" for notice in report["notices"]]
-    lines += ["", "| model | top-1 [%] | 95 % interval | images |", "|---|---|---|---|"]
-    for name, score in report["scores"].items():
-        half = interval95(score["top1"], int(score["images"]))
-        lines.append(f"| {name} | {score['top1']:.2f} | ±{half:.2f} | {score['images']} |")
+    lines += ["", *markdown(report["scores"])]
     size = report["files"].get("model.safetensors", 0)
     ratio = report["float_bytes"] / max(size, 1)
     lines += ["", f"File: {size:,} bytes, {ratio:.1f} times smaller than float32.", ""]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lampq.evaluate import interval95
 from lampq.report.frontier import code_bytes, cost_table, frontier, frontier_json, plan_numbers
+from lampq.report.scores import detailed, interval, measured, parts
 from lampq.types import SEARCHED_ROLES, BitPlan, CostTable, LayerBits, LayerRole, LayerSpec
 
 Json = dict[str, Any]
@@ -57,6 +57,8 @@ def page_content(files: RunFiles) -> Json:
         "data": report.get("data", {}),
         "bits": report["bits"],
         "scores": scores(report),
+        "measured": measured(report),
+        "detailed": detailed(report["scores"]),
         "calibration": report["calibration"],
         "bytes": {
             "fp32": report["float_bytes"],
@@ -119,10 +121,9 @@ def shown_plan(plan: BitPlan, costs: CostTable | None, other_bytes: int) -> Json
 
 
 def scores(report: Mapping[str, Any]) -> Json:
-    """Accuracies with half the width of their 95 % interval."""
+    """Scores with half the width of their 95 % interval, where they have one."""
     return {
-        name: {**score, "interval": interval95(score["top1"], int(score["images"]))}
-        for name, score in report["scores"].items()
+        name: {**score, "interval": interval(score)} for name, score in report["scores"].items()
     }
 
 
@@ -130,11 +131,13 @@ def points(name: str, report: Mapping[str, Any]) -> list[Json]:
     """The measured accuracy of another run, if it has one."""
     if "mixed" not in report["scores"]:
         return []
+    main = next(iter(parts(report["scores"]["mixed"]).values()))
     return [
         {
             "name": name,
             "bytes": report["files"]["model.safetensors"],
             "mean_weight_bits": report["bits"]["mean_weight_searched"],
+            "value": main,
             **scores(report)["mixed"],
         }
     ]
@@ -205,7 +208,7 @@ def probes(costs: CostTable, details: Mapping[str, Any]) -> Json | None:
 
 def exchanges(report: Mapping[str, Any], costs: CostTable | None) -> Json:
     """The attempted exchanges: score before and after, and the predicted change of cost."""
-    part = {"accuracy": "accuracy", "loss": "likelihood", "kl": "agreement"}
+    part = {"accuracy": "accuracy", "loss": "likelihood", "kl": "agreement", "ap": "ap"}
     measure = part[report["config"]["accept"]]
     start = report["calibration"].get("start")
     best = None if start is None else start[measure]

@@ -171,7 +171,7 @@ class Lab:
                 packed(result.model, self.loaded.source, result.plan, config, self.how)
             ),
             "details": {} if result.sensitivity is None else dict(result.sensitivity.details),
-            "calibration": result.calibration["mixed"].accuracy,
+            "calibration": result.calibration["mixed"].signal("accuracy"),
             "exchanges": [sum(step.accepted for step in result.steps), len(result.steps)],
             "notices": list(result.notices),
             "seconds": perf_counter() - start,

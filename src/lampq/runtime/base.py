@@ -44,7 +44,10 @@ class Session(ABC):
                 f"{tuple(images.shape)}"
             )
         values = images.detach().cpu().numpy().astype(np.float32, copy=False)
-        (logits,) = self.run({name: values}).values()
+        outputs = self.run({name: values})
+        if len(outputs) != 1:
+            raise ExportError(f"the graph has {len(outputs)} outputs: take them from run()")
+        (logits,) = outputs.values()
         return torch.from_numpy(logits)
 
 

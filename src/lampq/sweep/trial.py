@@ -87,7 +87,8 @@ class Worker:
             if some is not None:
                 check_labels(some, loaded.model)
         inputs = {n: v if n in TYPED else str(v) for n, v in trial.inputs.items()}
-        job = Job(loaded, samples, scored, config, trial.plan, how, inputs)
+        model, source = loaded.model, loaded.source
+        job = Job(model, source, samples, scored, config, trial.plan, how, inputs)
         attempt = self.work / "attempts" / f"{trial.name}.{self.name}"
         shutil.rmtree(attempt, ignore_errors=True)
         run_job(job, attempt, self.work / "states" / trial.key, progress, self.shared)

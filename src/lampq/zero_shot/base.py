@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from lampq.calibrate import recording
 from lampq.errors import ConfigError, GraphError
 from lampq.graph.discover import discover
 from lampq.graph.families import TIMM, RolePattern
+from lampq.hooks import recording
 from lampq.types import LayerRole
 from lampq.zero_shot.canvas import Canvas
 

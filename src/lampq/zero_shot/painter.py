@@ -9,9 +9,9 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from lampq.calibrate import recording
 from lampq.data import Preprocessing, Samples
 from lampq.graph.families import TIMM, RolePattern
+from lampq.hooks import recording
 from lampq.models import preprocessing_of
 from lampq.progress import Progress
 from lampq.reconstruct import NoStore, StateStore

@@ -7,7 +7,9 @@ from typing import Any
 from torch import nn
 
 from lampq.artifact.onnx.builder import GraphBuilder
-from lampq.artifact.onnx.families import INPUT, OUTPUT, emit_model
+from lampq.artifact.onnx.families import emit_model
+from lampq.artifact.onnx.parts import INPUT, OUTPUT
+from lampq.artifact.onnx.pyramid import check_pyramid, emit_pyramid
 from lampq.errors import ExportError
 from lampq.quant.modules import QuantLayer, QuantMatMul, QuantSum
 
@@ -20,10 +22,23 @@ def onnx_model(model: nn.Module, *, any_cpu: bool = True) -> Any:
     """
     g = GraphBuilder(any_cpu=any_cpu)
     emit_model(g, model)
+    return _complete(g, model)
+
+
+def onnx_pyramid(model: nn.Module, size: tuple[int, int], *, any_cpu: bool = True) -> Any:
+    """The ONNX model of a detector's backbone and pyramid, for images of that height and width."""
+    check_pyramid(model, size)
+    g = GraphBuilder(any_cpu=any_cpu)
+    emit_pyramid(g, model, size)
+    return _complete(g, model)
+
+
+def _complete(g: GraphBuilder, model: nn.Module) -> Any:
+    """The finished graph; raises if a quantized site has no place in it."""
     for name, module in model.named_modules():
         if isinstance(module, QuantLayer | QuantMatMul | QuantSum) and name not in g.placed:
             raise ExportError(f"the model cannot be exported: {name!r} has no place in the graph")
     return g.model()
 
 
-__all__ = ["INPUT", "OUTPUT", "GraphBuilder", "onnx_model"]
+__all__ = ["INPUT", "OUTPUT", "GraphBuilder", "onnx_model", "onnx_pyramid"]

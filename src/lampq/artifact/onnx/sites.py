@@ -170,6 +170,39 @@ def patches(
     return output, grid
 
 
+def is_patches(layer: QuantConv2d | nn.Conv2d) -> bool:
+    """Whether a convolution takes patches side by side: a product of tokens."""
+    sides = tuple(layer.weight.shape[2:])
+    return tuple(layer.stride) == sides and tuple(layer.padding) == (0, 0)
+
+
+def convolution(g: GraphBuilder, layer: nn.Module, name: str, x: str, size: tuple[int, int]) -> str:
+    """A convolution of maps (batch, channels, height, width) of that size; others are float.
+
+    One of single pixels is a product of tokens, which may run in integers.
+    """
+    if not isinstance(layer, QuantConv2d | nn.Conv2d):
+        raise ExportError(f"{name!r} is a {type(layer).__name__}, and export knows convolutions")
+    if is_patches(layer):
+        whole = (int(layer.weight.shape[1]), *size)
+        tokens, grid = patches(g, layer, name, x, whole)
+        turned = g.node("Transpose", tokens, name=f"{name}/channels", perm=[0, 2, 1])
+        return g.node("Reshape", turned, g.whole(0, -1, *grid), name=f"{name}/maps")
+    inputs = [x, g.constant(f"{name}.weight", array(layer.weight))]
+    if isinstance(layer, QuantConv2d):
+        g.placed.add(name)
+        inputs[0] = _quantized(g, layer.input_quantizer, f"{name}/input", x)
+    if layer.bias is not None:
+        inputs.append(g.constant(f"{name}.bias", array(layer.bias)))
+    down, across = (int(side) for side in layer.padding)
+    strides = [int(step) for step in layer.stride]
+    pads = [down, across, down, across]
+    output = g.node("Conv", *inputs, name=f"{name}/convolved", strides=strides, pads=pads)
+    if isinstance(layer, QuantConv2d):
+        output = _quantized(g, layer.output_quantizer, f"{name}/quantized", output)
+    return output
+
+
 def matmul(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
     """The product of two operands; what of it is quantized is so by float operators."""
     if isinstance(site, MatMul):

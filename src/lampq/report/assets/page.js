@@ -17,24 +17,20 @@ function card(title, big, small, rows) {
   );
 }
 
-function difference(points) {
-  return make("span", { class: points < 0 ? "bad" : "good" }, signed(points, 2));
+function difference(points, better = 1) {
+  return make("span", { class: better * points < 0 ? "bad" : "good" }, signed(points, 2));
 }
 
 function accuracyCard() {
-  const { scores, calibration } = RUN;
-  if (!scores.mixed) {
-    const own = calibration.mixed.accuracy;
-    return card("Accuracy, calibration", `${fixed(own, 2)} %`, "no evaluation pictures were given", [
-      ["uniform", fixed(calibration.uniform.accuracy, 2), difference(own - calibration.uniform.accuracy)],
-      ["float32", fixed(calibration.fp32.accuracy, 2), difference(own - calibration.fp32.accuracy)],
-    ]);
-  }
-  const own = scores.mixed;
-  const rows = [["uniform", scores.uniform], ["float32", scores.fp32], ["before training", scores.before_reconstruction]]
-    .filter(([, score]) => score)
-    .map(([name, score]) => [name, fixed(score.top1, 2), difference(own.top1 - score.top1)]);
-  return card("Accuracy, top-1", `${fixed(own.top1, 2)} %`, `± ${fixed(own.interval, 2)}, ${own.images} images`, rows);
+  const { title, unit, images, values } = RUN.measured;
+  const own = values.mixed;
+  const better = unit ? 1 : -1;
+  const rows = [["uniform", values.uniform], ["float32", values.fp32], ["before training", values.before_reconstruction]]
+    .filter(([, score]) => score && known(score.value))
+    .map(([name, score]) => [name, fixed(score.value, 2), difference(own.value - score.value, better)]);
+  const spread = known(own.interval) ? `± ${fixed(own.interval, 2)}, ` : "";
+  const about = known(images) ? `${spread}${images} images` : "no evaluation pictures were given";
+  return card(title, known(own.value) ? `${fixed(own.value, 2)}${unit}` : null, about, rows);
 }
 
 function sizeCard() {

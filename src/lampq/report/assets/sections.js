@@ -3,12 +3,13 @@
 
 const MEASURES = {
   accuracy: { name: "accuracy [%]", sign: 1, meaning: "accuracies on calibration images; higher is better" },
-  loss: { name: "cross entropy", sign: -1, meaning: "cross entropies on calibration images; lower is better" },
+  loss: { name: "loss", sign: -1, meaning: "losses on calibration images; lower is better" },
   kl: {
     name: "KL divergence",
     sign: -1,
     meaning: "KL divergences from the float model on calibration images; lower is better",
   },
+  ap: { name: "AP [%]", sign: 1, meaning: "means of box and mask AP on calibration images; higher is better" },
 };
 
 function roleOf(number) {

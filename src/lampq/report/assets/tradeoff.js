@@ -46,6 +46,11 @@ function buildTradeoff() {
     body.append(paragraph("The plan was given, so there are no costs and no curve."));
   }
   body.append(make("div", { class: "charts" }, ...figures));
+  const [columns, rows] = RUN.detailed;
+  if (rows.length) {
+    const short = (row) => row.map((value) => (typeof value === "number" ? Number(fixed(value, 2)) : value));
+    body.append(valuesBehind("AP [%] by size and class", columns, () => rows.map(short)));
+  }
   if (RUN.frontier) body.append(frontierTable());
 }
 
@@ -121,26 +126,28 @@ function moveMarker() {
   entry.chart.update("none");
 }
 
+function capital(text) {
+  return text[0].toUpperCase() + text.slice(1);
+}
+
 function measuredPoints() {
-  const { scores, bytes, calibration } = RUN;
-  if (scores.mixed) {
-    const found = [{ name: "this run", top1: scores.mixed, bytes: bytes.mixed, kind: "run" }];
-    if (scores.uniform) found.push({ name: "uniform", top1: scores.uniform, bytes: bytes.uniform, kind: "uniform" });
-    if (scores.before_reconstruction) {
-      found.push({ name: "before reconstruction", top1: scores.before_reconstruction, bytes: bytes.mixed, kind: "other" });
-    }
-    for (const other of RUN.others) found.push({ name: other.name, top1: other, bytes: other.bytes, kind: "other" });
-    return { found, float: scores.fp32, where: `on ${plural(scores.mixed.images, "evaluation image")}, with 95 % intervals` };
+  const { bytes } = RUN;
+  const { images, values } = RUN.measured;
+  const found = [{ name: "this run", score: values.mixed, bytes: bytes.mixed, kind: "run" }];
+  if (values.uniform) found.push({ name: "uniform", score: values.uniform, bytes: bytes.uniform, kind: "uniform" });
+  if (!known(images)) {
+    return {
+      found,
+      float: values.fp32,
+      where: "on calibration images: there were no evaluation pictures. The plan was chosen on these images, so this is too favourable",
+    };
   }
-  const at = (name) => ({ top1: calibration[name].accuracy, interval: null });
-  return {
-    found: [
-      { name: "this run", top1: at("mixed"), bytes: bytes.mixed, kind: "run" },
-      { name: "uniform", top1: at("uniform"), bytes: bytes.uniform, kind: "uniform" },
-    ],
-    float: at("fp32"),
-    where: "on calibration images: there were no evaluation pictures. The plan was chosen on these images, so this is too favourable",
-  };
+  if (values.before_reconstruction) {
+    found.push({ name: "before reconstruction", score: values.before_reconstruction, bytes: bytes.mixed, kind: "other" });
+  }
+  for (const other of RUN.others) found.push({ name: other.name, score: other, bytes: other.bytes, kind: "other" });
+  const intervals = known(values.mixed.interval) ? ", with 95 % intervals" : "";
+  return { found, float: values.fp32, where: `on ${plural(images, "evaluation image")}${intervals}` };
 }
 
 function interval(label, points, color, more) {
@@ -151,15 +158,16 @@ function interval(label, points, color, more) {
 function measuredFigure() {
   const { found, float, where } = measuredPoints();
   const { min, max } = sizeRange();
-  const point = (entry) => ({ x: entry.bytes / 1e6, y: entry.top1.top1, name: entry.name, half: entry.top1.interval });
+  const { axis: title, unit } = RUN.measured;
+  const point = (entry) => ({ x: entry.bytes / 1e6, y: entry.score.value, name: entry.name, half: entry.score.interval });
   const group = (kind) => found.filter((entry) => entry.kind === kind).map(point);
   const all = found.map(point);
   const barred = all.filter((entry) => known(entry.half));
   return figure(
     "accuracy",
-    "Measured accuracy by size",
-    `Top-1 ${where}.${RUN.others.length ? "" : " lampq report FOLDER --with OTHER adds the scores of other runs."}`,
-    `Top-1 accuracy: ${all.map((entry) => `${entry.name} ${fixed(entry.y, 2)} %`).join(", ")}${float ? `, float model ${fixed(float.top1, 2)} %` : ""}`,
+    "Measured by size",
+    `${capital(title)} ${where}.${RUN.others.length ? "" : " lampq report FOLDER --with OTHER adds the scores of other runs."}`,
+    `${capital(title)}: ${all.map((entry) => `${entry.name} ${fixed(entry.y, 2)}`).join(", ")}${float ? `, float model ${fixed(float.value, 2)}` : ""}`,
     () => ({
       data: {
         datasets: [
@@ -167,7 +175,7 @@ function measuredFigure() {
           dots("uniform", group("uniform"), colour("other"), { pointStyle: "triangle", pointRadius: 7 }),
           ...(group("other").length ? [dots("other", group("other"), colour("fc1"), { pointStyle: "rect" })] : []),
           ...(float
-            ? [line("float32", [{ x: min, y: float.top1 }, { x: max, y: float.top1 }], colour("text"), { borderDash: [5, 4], borderWidth: 1.5 })]
+            ? [line("float32", [{ x: min, y: float.value }, { x: max, y: float.value }], colour("text"), { borderDash: [5, 4], borderWidth: 1.5 })]
             : []),
           // that of the run is thin, so that it is seen on that of the uniform model
           interval("95 % interval", barred.filter((e) => e.name === "this run"), colour("level"), { borderWidth: 2 }),
@@ -176,9 +184,9 @@ function measuredFigure() {
       },
       options: options({
         x: sizeAxis(),
-        y: axis("top-1 [%]", { grace: "12%" }),
+        y: axis(title, { grace: "12%" }),
         legendFilter: (item) => item.text && (item.text !== "95 % interval" || barred.length > 0),
-        label: ({ raw }) => `${raw.name}: ${fixed(raw.y, 2)} %${known(raw.half) ? ` ± ${fixed(raw.half, 2)}` : ""}, ${raw.x.toFixed(3)} MB`,
+        label: ({ raw }) => `${raw.name}: ${fixed(raw.y, 2)}${unit}${known(raw.half) ? ` ± ${fixed(raw.half, 2)}` : ""}, ${raw.x.toFixed(3)} MB`,
       }),
     }),
   );

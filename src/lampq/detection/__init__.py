@@ -1,0 +1,1 @@
+"""Detection and instance segmentation with Swin backbones."""
