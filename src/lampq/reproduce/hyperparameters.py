@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lampq.reproduce.lab import Lab
-from lampq.reproduce.part import Found, Part
+from lampq.reproduce.part import Found, Part, told_once
 from lampq.reproduce.pictures import BLUE, GREY, ORANGE
 from lampq.reproduce.published import BETAS, CHOICES, GAMMAS, MUS
 from lampq.reproduce.table import Column, Table
@@ -28,6 +28,7 @@ def compute(lab: Lab) -> Found:
     default["choices"] = tuple(bits.weight for bits in own.widths)
     return {
         "bits": bits,
+        "notices": [[name, said] for name, row in rows.items() for said in row.get("notices", ())],
         "rows": [
             {
                 "parameter": name,
@@ -93,6 +94,7 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
             for row in rows
             if "error" in row
         ),
+        *told_once((name, said) for name, said in one["result"]["notices"]),
     )
     caption = f"LampQ at {one['result']['bits']:g} bits over the ranges of its hyper-parameters."
     return (Table("hyperparameters", caption, columns, body, rules, notes),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,14 @@ Found = dict[str, Any]
 def base_of(found: Found) -> str:
     """The base method of what was found."""
     return str(found["asked"]["options"].get("method") or "adalog")
+
+
+def told_once(notices: Iterable[tuple[str, str]]) -> list[str]:
+    """Each notice once, with the names of all that have it before it."""
+    names: dict[str, list[str]] = {}
+    for name, notice in notices:
+        names.setdefault(notice, []).append(name)
+    return [f"{', '.join(some)}: {notice}." for notice, some in names.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,18 @@ def render(draw: Any, found: Sequence[Any], size: tuple[float, float]) -> dict[s
             # no date: the same numbers give the same file
             about = {"png": None, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[form]
             figure.savefig(stream, format=form, dpi=110, metadata=about)
-            pictures[form] = stream.getvalue()
+            pictures[form] = _small(stream) if form == "png" else stream.getvalue()
     return pictures
+
+
+def _small(picture: io.BytesIO) -> bytes:
+    """A PNG file of few colours, which is all that a chart has."""
+    from PIL import Image
+
+    stream = io.BytesIO()
+    with Image.open(picture) as opened:
+        opened.convert("RGB").quantize(64).save(stream, "PNG", optimize=True)
+    return stream.getvalue()
 
 
 def lines(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lampq.reproduce.lab import Lab, Row
-from lampq.reproduce.part import Found
+from lampq.reproduce.part import Found, told_once
 from lampq.reproduce.pictures import BLACK, BLUE, GREY, ORANGE
 from lampq.reproduce.published import Scores
 from lampq.reproduce.table import Cell, Column, Table
@@ -153,15 +153,15 @@ def _body(
 
 def remarks(found: Sequence[Found]) -> list[str]:
     """Errors and notices, each with the row it belongs to."""
-    said = []
+    said, notices = [], []
     for one in found:
         for row in one["result"]["rows"]:
             name = f"{row['method']} {row['at']}"
             name += f" on {one['label']}" if len(found) > 1 else ""
             if "error" in row:
                 said.append(f"{name} failed: {row['error']}.")
-            said += [f"{name}: {notice}." for notice in row.get("notices", ())]
-    return said
+            notices += [(name, notice) for notice in row.get("notices", ())]
+    return said + told_once(notices)
 
 
 def draw_scores(
@@ -174,6 +174,8 @@ def draw_scores(
         rows = [row for row in one["result"]["rows"] if measure.key in row]
         whole = next((row[measure.key] for row in rows if row["at"] == "32/32"), None)
         for at, panel in zip(widths, line, strict=True):
+            most = max((row[measure.key] + _interval(row, measure) for row in rows), default=0.0)
+            panel.set_xlim(0, 1.25 * most or 1.0)
             _bars(panel, [row for row in rows if row["at"] == at], measure)
             shown = [published.get((row["key"], at), {}).get(one["label"]) for row in rows]
             here = [value for row, value in zip(rows, shown, strict=True) if row["at"] == at]
@@ -185,8 +187,6 @@ def draw_scores(
                 panel.axvline(whole, color=BLACK, linewidth=1, linestyle="--")
             panel.set_title(f"{one['label']}, {at} bits; dashed: float", loc="left")
             panel.set_xlabel(measure.title)
-            most = max((row[measure.key] + _interval(row, measure) for row in rows), default=0.0)
-            panel.set_xlim(0, 1.2 * most or 1.0)
 
 
 def _interval(row: Row, measure: Measure) -> float:
@@ -208,8 +208,10 @@ def _bars(panel: Any, rows: Sequence[Row], measure: Measure) -> None:
         height=0.72,
         error_kw={"elinewidth": 1, "ecolor": BLACK, "capsize": 2},
     )
-    for place, (value, wide) in enumerate(zip(values, spread, strict=True)):
-        panel.text(value + wide, place, f" {format(value, measure.form)}", va="center", fontsize=8)
+    # beside each other at the right end, where neither bars nor the line of the float model are
+    for place, value in enumerate(values):
+        text = format(value, measure.form)
+        panel.text(panel.get_xlim()[1], place, text, ha="right", va="center", fontsize=8.5)
     panel.set_yticks(places, [row["method"] for row in rows])
     panel.invert_yaxis()
     panel.grid(axis="y", visible=False)
