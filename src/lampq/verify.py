@@ -38,6 +38,7 @@ from lampq.progress import Progress
 from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantConv2d, QuantLayer, QuantMatMul, QuantSum
+from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.runtime import SESSIONS
@@ -52,6 +53,8 @@ PARTS, TOKENS = 2, 128
 BATCH, SINGLE = 25, 8
 # how near to the border between two codes an input may be, in steps
 MARGIN = 0.01
+# how often inputs are moved: a token's largest one takes the borders of all others with it
+ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +213,14 @@ def off_borders(grid: Quantizer | None, x: Tensor) -> Tensor:
     """
     if grid is None:
         return x
-    margin = _margin(grid, x)
-    near = grid.encode(x - margin) != grid.encode(x + margin)
-    return torch.where(near, x + 2 * margin, x)
+    for _ in range(ROUNDS):
+        fixed = grid.at(x) if isinstance(grid, TokenQuantizer) else grid
+        margin = _margin(fixed, x)
+        near = fixed.encode(x - margin) != fixed.encode(x + margin)
+        if not near.any():
+            break
+        x = torch.where(near, x + 2 * margin, x)
+    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +251,9 @@ class _Site:
             output = output.flatten(2).transpose(1, 2)
         if grid is None:
             return (output,)
-        margin = _margin(grid, output)
-        return grid(output - margin), grid(output + margin)
+        fixed = grid.at(output) if isinstance(grid, TokenQuantizer) else grid
+        margin = _margin(fixed, output)
+        return fixed(output - margin), fixed(output + margin)
 
     def emit(self, g: GraphBuilder) -> None:
         """The site in a graph of its own inputs and output."""

@@ -10,7 +10,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from lampq.artifact.checkpoint import _loaded_quantizer, _stored_quantizer, write_atomically
+from lampq.artifact.checkpoint import (
+    _loaded_decoder,
+    _loaded_quantizer,
+    _stored_quantizer,
+    write_atomically,
+)
 from lampq.quant.base import describe
 from lampq.quant.fold import NormFold
 from lampq.quant.modules import LayerFit
@@ -58,6 +63,7 @@ class FitFolder:
                 tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         except (SafetensorError, KeyError, ValueError, OSError):
             return None
+        decoder = _loaded_decoder("weight_quantizer", about.pop("weight_quantizer"), tensors)
         there = {name: description for name, description in about.items() if description}
         quantizers = {name: _loaded_quantizer(name, there[name], tensors) for name in there}
         fold = NormFold(tensors["ratio"], tensors["shift"]) if "ratio" in tensors else None
@@ -66,7 +72,7 @@ class FitFolder:
             bits=bits,
             codes=tensors["codes"],
             bias=tensors["bias"],
-            weight_quantizer=quantizers["weight_quantizer"],
+            weight_quantizer=decoder,
             input_quantizer=quantizers.get("input_quantizer"),
             fold=fold,
             output_quantizer=quantizers.get("output_quantizer"),
