@@ -53,8 +53,6 @@ PARTS, TOKENS = 2, 128
 BATCH, SINGLE = 25, 8
 # how near to the border between two codes an input may be, in steps
 MARGIN = 0.01
-# how often inputs are moved: a token's largest one takes the borders of all others with it
-ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +211,11 @@ def off_borders(grid: Quantizer | None, x: Tensor) -> Tensor:
     """
     if grid is None:
         return x
-    for _ in range(ROUNDS):
-        fixed = grid.at(x) if isinstance(grid, TokenQuantizer) else grid
-        margin = _margin(fixed, x)
-        near = fixed.encode(x - margin) != fixed.encode(x + margin)
-        if not near.any():
-            break
-        x = torch.where(near, x + 2 * margin, x)
-    return x
+    # what makes the range of a token is at its last code or beyond: it is not moved
+    fixed = grid.at(x) if isinstance(grid, TokenQuantizer) else grid
+    margin = _margin(fixed, x)
+    near = fixed.encode(x - margin) != fixed.encode(x + margin)
+    return torch.where(near, x + 2 * margin, x)
 
 
 @dataclass(frozen=True, slots=True)

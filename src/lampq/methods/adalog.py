@@ -211,7 +211,7 @@ class AdaLog:
 
         grid = clip_grid(operand.shape[1], operand)
         clip, _ = self._searched_operand(grid, guess, operand, exact, other, first=first)
-        return TokenQuantizer(bits, clip[:, None, None], axis=axis)
+        return TokenQuantizer(bits, clip.clamp(max=1)[:, None, None], axis=axis)
 
     def _searched_operand(
         self,

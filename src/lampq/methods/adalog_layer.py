@@ -148,7 +148,7 @@ class LayerSearch:
             return on_grid(x, clip[..., None] * step, zero, bits)
 
         clip, _ = self._searched_input(clip_grid(1, x), guess, on_output=on_output)
-        self.input_quantizer = TokenQuantizer(bits, clip[0])
+        self.input_quantizer = TokenQuantizer(bits, clip[0].clamp(max=1))
 
     def _searched_input(
         self, grid: Grid, guess: Error, *, on_output: bool

@@ -49,6 +49,8 @@ class TokenQuantizer(Quantizer):
         super().__init__()
         if axis not in (-1, -2):
             raise ConfigError(f"the channels of a token are on axis -1 or -2, got {axis}")
+        if bool(((clip <= 0) | (clip > 1)).any()):
+            raise ConfigError(f"clip is a part of a range, above 0 and up to 1, got {clip}")
         self.bits, self.axis = bits, axis
         self.register_buffer("clip", clip)
 

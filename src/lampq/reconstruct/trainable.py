@@ -76,6 +76,8 @@ class TrainableQuantizer(nn.Module):
             return uniform(x, scale, quantizer.zero, quantizer.bits)
         if isinstance(quantizer, TokenQuantizer):
             step, zero = token_grid(x.detach(), quantizer.bits, quantizer.axis)
+            # no more than the whole range, with a gradient that leads back
+            scale = scale - (scale.detach() - 1).clamp_min(0)
             return uniform(x, scale * step, zero, quantizer.bits)
         assert isinstance(quantizer, LogQuantizer), "only these kinds have a trained scale"
         levels = (quantizer.levels + quantizer.offset) / quantizer.scale
@@ -91,7 +93,7 @@ class TrainableQuantizer(nn.Module):
         if isinstance(quantizer, UniformQuantizer):
             return UniformQuantizer(quantizer.bits, scale, quantizer.zero)
         if isinstance(quantizer, TokenQuantizer):
-            return TokenQuantizer(quantizer.bits, scale, **quantizer.options())
+            return TokenQuantizer(quantizer.bits, scale.clamp(max=1), **quantizer.options())
         assert isinstance(quantizer, LogQuantizer), "only these kinds have a trained scale"
         return LogQuantizer(
             quantizer.bits, scale, quantizer.shift, quantizer.offset, **quantizer.options()
