@@ -124,11 +124,13 @@ def same_fit(one: LayerFit, other: LayerFit) -> bool:
     )
 
 
-def fits_of(case: Case, method: str, bits: int) -> tuple[list[LayerFit], list[SiteFit]]:
-    """Fits of all sites of a tiny model at one width."""
+def fits_of(
+    case: Case, method: str, bits: int, **options: object
+) -> tuple[list[LayerFit], list[SiteFit]]:
+    """Fits of all sites of a tiny model at one width, by a method with these options."""
     width = LayerBits(bits, bits)
     sites = SiteWidths(width, bits)
-    cache = FitCache(case.model, case.graph, METHODS.get(method)(), case.stats, sites)
+    cache = FitCache(case.model, case.graph, METHODS.get(method)(**options), case.stats, sites)
     return cache.of_plan(BitPlan.uniform(case.graph.allocatable, width))
 
 

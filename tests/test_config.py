@@ -66,6 +66,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "zero-code": ({"zero_code": "no"}, "zero_code must be one of extra, reserved"),
     "onebit": ({"onebit": "no"}, "onebit must be one of adalog, affine"),
     "compensation": ({"compensation": "erq"}, "compensation must be one of none, gptq"),
+    "input-ranges": ({"input_ranges": "row"}, "input_ranges must be one of static, token"),
+    "ranges-for-speed": (
+        {"input_ranges": "token", "profile": "speed"},
+        "with profile speed, input_ranges must be static, got 'token'",
+    ),
     "labels": ({"labels": "some"}, "labels must be one of model, data"),
     "alpha-signal": ({"alpha_signal": "ce"}, "alpha_signal must be one of accuracy, loss, kl"),
     "alpha-trace": ({"alpha_trace": "x"}, "alpha_trace must be one of quantized, fp"),

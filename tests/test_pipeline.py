@@ -446,8 +446,16 @@ def test_a_method_is_given_the_statistics_it_asks_for(
 
 
 def test_the_options_of_the_configuration_reach_method_and_metric() -> None:
-    config = make_config({"zero_code": "reserved", "onebit": "adalog", "search": "exhaustive"})
+    config = make_config(
+        {
+            "zero_code": "reserved",
+            "onebit": "adalog",
+            "search": "exhaustive",
+            "input_ranges": "token",
+        }
+    )
     method: Any = build(METHODS.get("adalog"), config)
+    assert method.input_ranges == "token"
     assert (method.zero_code, method.onebit) == ("reserved", "adalog")
     assert method.search == "exhaustive"
     metric: Any = build(
@@ -462,6 +470,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "method": ({"method": "adalgo"}, ConfigError, "unknown method 'adalgo'; known: .*adalog"),
     "metric": ({"metric": "outputs"}, ConfigError, "unknown metric 'outputs'; known: .*output"),
     "allocator": ({"allocator": "lp"}, ConfigError, "unknown allocator 'lp'; known: .*ilp"),
+    "ranges": (
+        {"method": "repq", "input_ranges": "token"},
+        ConfigError,
+        "method 'repq' has static ranges only: set input_ranges to static, got 'token'",
+    ),
     "preset": ({"preset": "quick"}, ConfigError, "unknown preset 'quick'"),
     "option": ({"bitz": 3}, ConfigError, "unknown option 'bitz'"),
     "budget": ({"bits": 1.5, "choices": [2, 3]}, BudgetError, r"averages 1\.5 bits: the narrow"),

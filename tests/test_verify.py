@@ -13,7 +13,7 @@ from conftest import Case, fits_of
 from torch import nn
 
 import lampq.verify
-from lampq.artifact.onnx import onnx_model
+from lampq.artifact.onnx import GraphBuilder, onnx_model
 from lampq.errors import ExportError
 from lampq.evaluate import predict
 from lampq.graph.blocks import Sum
@@ -21,6 +21,7 @@ from lampq.progress import Progress
 from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantLayer, QuantMatMul, assemble, replace_module
+from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.runtime import SESSIONS
@@ -82,6 +83,35 @@ def test_every_site_of_a_good_graph_is_right(
         floats = floats | {"patch_embed.proj"}
     assert set(found.floating) == floats
     assert found.to_json()["integer"] == len(found.integer)
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_ranges_per_token_are_right(case: Case, bits: int, runtime: str) -> None:
+    model = assemble(case.model, *fits_of(case, "adalog", bits, input_ranges="token"))
+    found = verified(model, onnx_model(model), runtime, case)
+    assert max(found.error, found.float_error, found.block_error) <= 1e-6
+    projections = {layer.name for layer in case.graph.layers if layer.role is LayerRole.PROJ}
+    assert projections <= set(found.floating)
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+@pytest.mark.parametrize("site", ["blocks.1.attn.proj", "blocks.0.attn.qk"])
+def test_a_wrong_range_of_tokens_is_found(
+    vit: Case, site: str, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = assemble(vit.model, *fits_of(vit, "adalog", 3, input_ranges="token"))
+    graph = onnx_model(model)
+    node = GraphBuilder.node
+
+    def wrong(g: GraphBuilder, operator: str, *inputs: str, name: str, **more: Any) -> str:
+        if operator == "ReduceMax" and name.startswith(site):
+            more["axes"] = [1]
+        return node(g, operator, *inputs, name=name, **more)
+
+    monkeypatch.setattr(GraphBuilder, "node", wrong)
+    with pytest.raises(ExportError, match=rf"'{site}' in {runtime} differs from torch by"):
+        verified(model, graph, runtime, vit)
 
 
 MORE = [("vit", "psaq", 8), ("swin", "psaq", 4), ("swin", "psaq", 9), ("vit", "minmax", 10)]
@@ -259,6 +289,24 @@ def test_inputs_are_moved_off_borders_and_no_further(name: str) -> None:
     assert 0 < float(changed.float().mean()) < 0.1
     assert float((moved - x).abs().max()) <= 0.02
     assert torch.equal(off_borders(None, x), x)
+
+
+@pytest.mark.parametrize("clip", [0.1, 0.3, 0.77, 1.0])
+@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_tokens_are_moved_off_the_borders_of_their_own_grids(
+    bits: int, clip: float, axis: int
+) -> None:
+    grid = TokenQuantizer(bits, torch.tensor(clip), axis=axis)
+    x = torch.randn(500, 500, generator=torch.Generator().manual_seed(0))
+    moved = off_borders(grid, x)
+    fixed = grid.at(moved)
+    near = 0.005 * fixed.scale
+    assert torch.equal(fixed.encode(moved - near), fixed.encode(moved + near))
+    changed = (moved != x).float().mean()
+    assert 0 < float(changed) < 0.1
+    assert torch.equal(fixed.scale, grid.at(x).scale)
+    assert bool(((moved - x).abs() <= 0.021 * fixed.scale).all())
 
 
 def test_products_are_verified_too(vit: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ class RunConfig:
     fold: Literal["full", "searched"] = "searched"
     error: Literal["plain", "relative"] = "relative"
     compensation: Literal["none", "gptq"] = "gptq"
+    input_ranges: Literal["static", "token"] = "static"
     sites: Literal["published", "inputs"] = "inputs"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
@@ -166,6 +167,11 @@ class RunConfig:
                     f"{name} must be different widths in {MIN_BITS}..{most}{why}, "
                     f"got {','.join(map(str, widths)) or 'none'}"
                 )
+        if self.input_ranges == "token" and self.profile == "speed":
+            raise ConfigError(
+                "integer kernels have static ranges: with profile speed, input_ranges must be "
+                "static, got 'token'"
+            )
         if self.joint and self.act_choices is not None:
             raise ConfigError("act_choices are for separate widths: set joint to false")
         self._check_task()

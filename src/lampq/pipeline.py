@@ -128,6 +128,16 @@ def build(factory: Callable[..., T], config: RunConfig) -> T:
     return factory(**options_of(factory, config))
 
 
+def check_known(config: RunConfig) -> None:
+    """Raise if the method has static ranges only and others are wanted."""
+    known = inspect.signature(METHODS.get(config.method)).parameters
+    if config.input_ranges != "static" and "input_ranges" not in known:
+        raise ConfigError(
+            f"method {config.method!r} has static ranges only: set input_ranges to static, got "
+            f"{config.input_ranges!r}"
+        )
+
+
 def site_widths(config: RunConfig) -> SiteWidths:
     """Widths of the sites that are not searched."""
     target = config.target
@@ -173,6 +183,7 @@ def prepare(
     plan: Mapping[str, LayerBits] | None = None,
 ) -> Prepared:
     """All checks that need no image: names, weights, graph, budget, plan."""
+    check_known(config)
     method = build(METHODS.get(config.method), config)
     metric = build(METRICS.get(config.metric), config)
     function = ALLOCATORS.get(config.allocator)

@@ -40,6 +40,7 @@ from lampq.progress import Progress
 from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantConv2d, QuantLayer, QuantMatMul, QuantSum
+from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.runtime import SESSIONS
@@ -219,8 +220,10 @@ def off_borders(grid: Quantizer | None, x: Tensor) -> Tensor:
     """
     if grid is None:
         return x
-    margin = _margin(grid, x)
-    near = grid.encode(x - margin) != grid.encode(x + margin)
+    # what makes the range of a token is at its last code or beyond: it is not moved
+    fixed = grid.at(x) if isinstance(grid, TokenQuantizer) else grid
+    margin = _margin(fixed, x)
+    near = fixed.encode(x - margin) != fixed.encode(x + margin)
     return torch.where(near, x + 2 * margin, x)
 
 
@@ -258,8 +261,9 @@ class _Site:
             output = output.flatten(2).transpose(1, 2)
         if grid is None:
             return (output,)
-        margin = _margin(grid, output)
-        return grid(output - margin), grid(output + margin)
+        fixed = grid.at(output) if isinstance(grid, TokenQuantizer) else grid
+        margin = _margin(fixed, output)
+        return fixed(output - margin), fixed(output + margin)
 
     def emit(self, g: GraphBuilder) -> None:
         """The site in a graph of its own inputs and output."""

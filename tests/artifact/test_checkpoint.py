@@ -41,10 +41,12 @@ Content = dict[str, Any]
 Tensors = dict[str, Tensor]
 
 
-def quantized(case: Case, method: str = "minmax", widths: tuple[int, ...] = (2, 3, 5)) -> nn.Module:
+def quantized(
+    case: Case, method: str = "minmax", widths: tuple[int, ...] = (2, 3, 5), **options: object
+) -> nn.Module:
     """The model of a case with layers of different widths."""
     sites = SiteWidths(LayerBits(8, 8), 4)
-    fits = FitCache(case.model, case.graph, METHODS.get(method)(), case.stats, sites)
+    fits = FitCache(case.model, case.graph, METHODS.get(method)(**options), case.stats, sites)
     bits = tuple(LayerBits(widths[i % len(widths)], 4) for i in range(len(case.graph.allocatable)))
     return assemble(case.model, *fits.of_plan(BitPlan(case.graph.allocatable, bits)))
 
@@ -83,6 +85,33 @@ def test_loading_gives_equal_logits_bit_for_bit(
     loaded = load_checkpoint(path, case.original)
     images = case.samples.images
     assert torch.equal(logits_of(loaded, images), logits_of(model, images))
+
+
+def test_ranges_per_token_are_loaded_bit_for_bit_from_a_version_of_their_own(
+    case: Case, tmp_path: Path
+) -> None:
+    model = quantized(case, "adalog", input_ranges="token")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(checkpoint_bytes(model, USER, {}))
+    content = read_checkpoint(path)[0].content
+    assert content["format_version"] == 5 == FORMAT_VERSION
+    (proj,) = {
+        json.dumps(entry["input_quantizer"])
+        for entry in content["layers"].values()
+        if entry["role"] == "proj"
+    }
+    assert json.loads(proj) == {"kind": "token", "bits": 4, "axis": -1}
+    products = [entry for name, entry in content["matmuls"].items() if name.endswith("qk")]
+    assert [entry["right"]["axis"] for entry in products] == [-2] * len(products)
+    loaded = load_checkpoint(path, case.original)
+    images = case.samples.images
+    assert torch.equal(logits_of(loaded, images), logits_of(model, images))
+    assert checkpoint_bytes(loaded, USER, {}) == path.read_bytes()
+
+
+def test_static_ranges_need_no_new_version(vit: Case) -> None:
+    content = checkpoint_bytes(quantized(vit, "adalog"), USER, {})
+    assert b'\\"format_version\\":2' in content
 
 
 def test_a_loaded_model_is_saved_to_the_same_bytes(case: Case, tmp_path: Path) -> None:
@@ -280,6 +309,13 @@ def _renamed(content: Content, _tensors: Tensors) -> None:
     content["layers"]["blocks.7.attn.qkv"] = content["layers"].pop(QKV)
 
 
+def _decoded_by_token(content: Content, tensors: Tensors) -> None:
+    content["layers"][QKV]["weight_quantizer"] = {"kind": "token", "bits": 2, "axis": -1}
+    for key in [key for key in tensors if key.startswith(f"{QKV}.weight_quantizer.")]:
+        del tensors[key]
+    tensors[f"{QKV}.weight_quantizer.clip"] = torch.tensor(1.0)
+
+
 HEADERS: dict[str, Callable[[Content, Tensors], object]] = {
     "no-version": lambda c, _: c.pop("format_version"),
     "version-text": lambda c, _: c.update(format_version="new"),
@@ -297,6 +333,8 @@ HEADERS: dict[str, Callable[[Content, Tensors], object]] = {
     "shape-text": _layer(shape="72x24"),
     "unknown-quantizer": _layer(weight_quantizer={"kind": "cubic", "bits": 2}),
     "quantizer-without-bits": _layer(weight_quantizer={"kind": "uniform"}),
+    "weight-per-token": _decoded_by_token,
+    "token-on-another-axis": _layer(input_quantizer={"kind": "token", "bits": 4, "axis": 0}),
     "no-quantizer": lambda c, _: c["layers"][QKV].pop("weight_quantizer"),
 }
 

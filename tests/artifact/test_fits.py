@@ -9,15 +9,18 @@ from conftest import Case, same_fit, same_quantizer
 from lampq.artifact.fits import FitFolder
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.quant.modules import LayerFit, MatmulFit, SumFit
+from lampq.quant.token import TokenQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits, LayerRole, SumSpec
 
 BITS = LayerBits(3, 4)
 
 
-def fit_of(case: Case, method: str, name: str, bits: LayerBits = BITS) -> LayerFit:
+def fit_of(
+    case: Case, method: str, name: str, bits: LayerBits = BITS, **options: object
+) -> LayerFit:
     sites = SiteWidths(LayerBits(8, 8), 4)
-    fits = FitCache(case.model, case.graph, METHODS.get(method)(), case.stats, sites)
+    fits = FitCache(case.model, case.graph, METHODS.get(method)(**options), case.stats, sites)
     return fits.layer(name, bits)
 
 
@@ -35,6 +38,15 @@ def test_a_fit_comes_back_bit_for_bit(
     assert again is not None
     assert same_fit(again, fit)
     assert torch.equal(again.weight, fit.weight)
+
+
+def test_a_range_per_token_comes_back_bit_for_bit(vit: Case, tmp_path: Path) -> None:
+    fit = fit_of(vit, "adalog", "blocks.1.attn.proj", input_ranges="token")
+    assert isinstance(fit.input_quantizer, TokenQuantizer)
+    FitFolder(tmp_path).save(fit)
+    again = FitFolder(tmp_path).load(fit.spec, fit.bits)
+    assert again is not None
+    assert same_fit(again, fit)
 
 
 def test_a_fold_is_kept(vit: Case, tmp_path: Path) -> None:

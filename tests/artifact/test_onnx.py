@@ -35,9 +35,11 @@ from lampq.quant.modules import (
     assemble,
     replace_module,
 )
+from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec, SumSpec
+from lampq.verify import off_borders
 
 SMALL: dict[str, Any] = {"depth": 1, "img_size": 64, "embed_dim": 48, "num_heads": 2}
 SWIN: dict[str, Any] = {
@@ -201,6 +203,8 @@ def tokens(grid: Quantizer | None, shape: tuple[int, ...], low: float, high: flo
     if grid is None:
         return x
     step = (high - low) * 1e-3
+    if isinstance(grid, TokenQuantizer):  # the largest ones, which make the grid, are far from it
+        grid = grid.at(x)
     near = grid.encode(x - step) != grid.encode(x + step)
     return torch.where(near, x + 3 * step, x)
 
@@ -302,6 +306,8 @@ FLOAT_GRIDS: dict[str, tuple[Quantizer, float, float]] = {
         -0.17,
         1.5,
     ),
+    "one range a token": (TokenQuantizer(4, torch.tensor(0.7)), -1.0, 2.0),
+    "one range a token at one bit": (TokenQuantizer(1, torch.tensor(0.4)), -1.0, 2.0),
     "one scale a channel": (
         UniformQuantizer(4, torch.linspace(0.1, 0.2, 20), torch.linspace(2, 9, 20)),
         -1.0,
@@ -337,6 +343,27 @@ def test_a_product_gives_what_torch_gives(name: str, runtime: str) -> None:
     a = tokens(left, (2, 2, 5, 9), 0.0, 1.0)
     b = tokens(right, (2, 2, 9, 6), -1.4, 1.4)
     assert_same(site, (a, b), runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_a_product_of_queries_and_keys_with_ranges_per_token_gives_what_torch_gives(
+    bits: int, runtime: str
+) -> None:
+    clip = torch.tensor([0.5, 0.8]).view(2, 1, 1)
+    left, right = TokenQuantizer(bits, clip), TokenQuantizer(bits, clip, axis=-2)
+    site = QuantMatMul(MatmulFit(MatmulSpec("site", "qk", 0), left, right))
+    a = off_borders(left, tokens(None, (2, 2, 5, 9), -1.0, 2.0))
+    b = off_borders(right, tokens(None, (2, 2, 9, 6), -1.4, 1.4))
+    assert_same(site, (a, b), runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_tokens_without_a_range_stay_finite_in_every_runtime(runtime: str) -> None:
+    grid = TokenQuantizer(3, torch.tensor(0.7))
+    x = tokens(grid, (2, 7, 20), -1.0, 2.0)
+    x[:, 3] = 0
+    assert_same(layer_of(4, grid), (x,), runtime)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

@@ -12,12 +12,15 @@ from lampq.data import Samples
 from lampq.evaluate import divergence, predict
 from lampq.hooks import recording, recording_outputs
 from lampq.quant.modules import QuantLayer, assemble
+from lampq.quant.token import TokenQuantizer
+from lampq.reconstruct import FINISHERS as RECIPES
 from lampq.reconstruct import BlockRecipe, Distill, Finish, Finisher, Rates
 from lampq.reconstruct import feed as feeds
 from lampq.reconstruct.blocks import fisher_weights, tail
 from lampq.reconstruct.distill import mixed, shown
 from lampq.reconstruct.feed import Feed, room
 from lampq.reconstruct.trainable import trainable
+from lampq.types import LayerRole
 
 QDROP = BlockRecipe("nearest two", Rates(1e-2, 4e-4, 0.0), iterations=60, batch=4)
 FINISHERS: dict[str, Finisher] = {
@@ -57,8 +60,8 @@ class Stop:
             yield item
 
 
-def job_of(case: Case, bits: int = 3) -> Finish:
-    layers, matmuls = fits_of(case, "minmax", bits)
+def job_of(case: Case, bits: int = 3, method: str = "minmax", **options: object) -> Finish:
+    layers, matmuls = fits_of(case, method, bits, **options)
     images = torch.randn(24, *case.samples.images.shape[1:])
     return Finish(case.model, case.graph, tuple(layers), tuple(matmuls), Samples(images))
 
@@ -85,6 +88,20 @@ def test_every_finisher_runs_on_windows_and_keeps_the_widths(swin: Case, name: s
     found = {n: m for n, m in after.named_modules() if isinstance(m, QuantLayer)}
     assert {name: layer.bits for name, layer in found.items()} == widths
     assert all(int(layer.codes.max()) < 2**layer.bits.weight for layer in found.values())
+
+
+@pytest.mark.parametrize("name", ["align", "distill", "qdrop", "pdquant", "adalog"])
+def test_every_recipe_works_with_ranges_per_token(case: Case, name: str) -> None:
+    torch.manual_seed(0)
+    job = job_of(case, 3, "adalog", input_ranges="token")
+    factory = RECIPES.get(name)
+    after = (factory() if name == "align" else factory(iterations=2))(job)
+    assert bool(torch.isfinite(predict(after, job.samples)).all())
+    projections = [f.spec.name for f in job.layers if f.spec.role is LayerRole.PROJ]
+    for layer in projections:
+        module = after.get_submodule(layer)
+        assert isinstance(module, QuantLayer)
+        assert isinstance(module.input_quantizer, TokenQuantizer)
 
 
 @pytest.mark.parametrize("name", ["qdrop", "distill"])

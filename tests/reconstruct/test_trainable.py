@@ -4,8 +4,17 @@ import pytest
 import torch
 from conftest import Case, fits_of
 
+from lampq.quant.base import describe
 from lampq.quant.modules import assemble
-from lampq.reconstruct.trainable import Rounding, fitted, layers_of, quantizers, trainable
+from lampq.quant.token import TokenQuantizer
+from lampq.reconstruct.trainable import (
+    Rounding,
+    TrainableQuantizer,
+    fitted,
+    layers_of,
+    quantizers,
+    trainable,
+)
 
 
 @pytest.mark.parametrize("method", ["adalog", "repq", "minmax"])
@@ -16,6 +25,62 @@ def test_an_untrained_model_is_the_assembled_one(case: Case, method: str) -> Non
     model = trainable(case.model, layers, matmuls)
     torch.testing.assert_close(model(images), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(fitted(model)(images), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_an_untrained_model_with_ranges_per_token_is_the_assembled_one(case: Case) -> None:
+    layers, matmuls = fits_of(case, "adalog", 3, input_ranges="token")
+    images = case.samples.inputs(slice(0, 4))
+    expected = assemble(case.model, layers, matmuls)(images)
+    model = trainable(case.model, layers, matmuls)
+    torch.testing.assert_close(model(images), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(fitted(model)(images), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_the_part_of_a_range_per_token_is_trained_straight_through(axis: int) -> None:
+    x = torch.randn(2, 3, 6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    quantizer = TokenQuantizer(3, torch.tensor([0.5, 0.7, 0.9])[:, None, None], axis=axis)
+    trained = TrainableQuantizer(quantizer)
+    assert trained.log_scale is not None
+    values = trained(x)
+    torch.testing.assert_close(values, quantizer(x.detach()))
+    values.square().sum().backward()
+    assert x.grad is not None
+    # inside the range the gradient passes, beyond it there is none
+    grid = quantizer.at(x.detach())
+    place = x.detach() / grid.scale + grid.zero
+    inside = (place >= -0.5) & (place <= 7.5)
+    assert 0 < int(inside.sum()) < inside.numel()
+    torch.testing.assert_close(x.grad, 2 * values.detach() * inside)
+    # the clip moves values beyond the range with it, and others by what rounding has done to them
+    code = place.round().clamp(0, 7)
+    slope = torch.where(inside, code - place, code - grid.zero) * grid.scale
+    expected = (2 * values.detach() * slope).sum(dim=(0, 2, 3))
+    assert trained.log_scale.grad is not None
+    torch.testing.assert_close(trained.log_scale.grad.flatten(), expected)
+
+
+def test_a_trained_part_of_a_range_is_kept_with_its_axis() -> None:
+    trained = TrainableQuantizer(TokenQuantizer(3, torch.tensor(0.5), axis=-2))
+    assert trained.log_scale is not None
+    trained.log_scale.data += 0.3
+    found = trained.fitted()
+    assert isinstance(found, TokenQuantizer)
+    assert describe(found) == {"kind": "token", "bits": 3, "axis": -2}
+    torch.testing.assert_close(found.clip, torch.tensor(0.5 * 2.718281828**0.3))
+
+
+def test_the_part_of_a_range_never_grows_beyond_the_whole_and_finds_back() -> None:
+    trained = TrainableQuantizer(TokenQuantizer(2, torch.tensor(1.0)))
+    assert trained.log_scale is not None
+    trained.log_scale.data += 0.2
+    x = torch.tensor([[-1.0, 0.4, 1.0]])
+    values = trained(x)
+    torch.testing.assert_close(values, TokenQuantizer(2, torch.tensor(1.0))(x))
+    torch.testing.assert_close(trained.fitted()(x), values)
+    (values - x).square().sum().backward()
+    assert trained.log_scale.grad is not None
+    assert float(trained.log_scale.grad.abs()) > 0
 
 
 def test_codes_are_kept_until_they_are_trained(vit: Case) -> None:

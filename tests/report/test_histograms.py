@@ -9,6 +9,7 @@ from conftest import Case
 
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.quant.log import LogQuantizer
+from lampq.quant.token import TokenQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.report.histograms import (
     BINS,
@@ -19,7 +20,7 @@ from lampq.report.histograms import (
     places,
     thinned,
 )
-from lampq.types import BitPlan, LayerBits
+from lampq.types import BitPlan, LayerBits, LayerRole
 
 NORMAL = torch.randn(40, 300, generator=torch.Generator().manual_seed(0))
 
@@ -101,6 +102,24 @@ def test_few_rows_are_kept_as_they_are_and_many_thinned_evenly() -> None:
     rows = torch.arange(101.0)[:, None]
     assert torch.equal(thinned(rows, 101), rows)
     assert thinned(rows, 5).flatten().tolist() == [0.0, 25.0, 50.0, 75.0, 100.0]
+
+
+def test_inputs_with_a_range_per_token_are_shown_in_steps_of_their_tokens(case: Case) -> None:
+    method = METHODS.get("adalog")(input_ranges="token")
+    fits = FitCache(case.model, case.graph, method, case.stats, SiteWidths(LayerBits(8, 8), 3))
+    plan = BitPlan.uniform(case.graph.allocatable, LayerBits(3, 3))
+    spec = next(x for x in case.graph.layers if x.role is LayerRole.PROJ)
+    fit = fits.layer(spec.name, LayerBits(3, 3))
+    entry = histograms_json(fits, plan)["layers"][spec.name]["input"]
+    assert (entry["kind"], entry["bits"], entry["unit"]) == ("token", 3, "step")
+    assert entry["levels"] == pytest.approx({"first": 0.0, "step": 1.0, "count": 8})
+    assert isinstance(fit.input_quantizer, TokenQuantizer)
+    seen = thinned(fits.inputs(spec.name), 256)
+    total = sum(entry["counts"]) + entry["below"] + entry["above"]
+    assert total == seen.numel()
+    grid = fit.input_quantizer.at(seen)
+    found = places(seen, levels(grid, len(seen), "rows"))
+    torch.testing.assert_close(found, seen / grid.scale + grid.zero, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("method", ["minmax", "adalog", "ptq4vit"])

@@ -337,6 +337,24 @@ def test_arrow_keys_walk_through_the_map_and_enter_chooses(page: Page) -> None:
     assert page.focused().startswith("head:")
 
 
+def test_a_range_per_token_is_named_instead_of_one_grid(
+    browser: Any, run: RunFiles, tmp_path: Path
+) -> None:
+    histograms = json.loads(json.dumps(run.histograms))
+    entry = histograms["layers"]["blocks.0.attn.proj"]["input"]
+    levels = {"first": 0.0, "step": 1.0, "count": 8}
+    entry.update(kind="token", bits=3, unit="step", levels=levels)
+    path = tmp_path / "token.html"
+    path.write_text(render(replace(run, histograms=histograms)), encoding="utf-8")
+    page = Page(browser, path)
+    page.element("#next").click()
+    note = "return document.getElementById('chart-inputs').closest('figure').innerText"
+    assert "8 levels (token, 3 bits). One range per token, found at run time." in page.run(note)
+    axis = "return Chart.getChart('chart-inputs').options.scales.x.title.text"
+    assert page.run(axis) == "in steps of the grid of each token"
+    assert page.complaints() == []
+
+
 def test_the_histogram_of_a_layer_is_that_of_the_file(page: Page, run: RunFiles) -> None:
     page.element("#next").click()
     name = page.run("return document.getElementById('pick').selectedOptions[0].text")

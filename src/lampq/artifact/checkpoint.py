@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lampq.errors import ConfigError, FormatError, LampqError
 from lampq.graph.attention import explicit
 from lampq.graph.blocks import Sum
 from lampq.models import ModelSource, load_state
-from lampq.quant.base import Quantizer, describe, rebuild
+from lampq.quant.base import CodedQuantizer, Quantizer, describe, rebuild
 from lampq.quant.half import is_half
 from lampq.quant.modules import (
     LayerFit,
@@ -35,13 +36,14 @@ from lampq.quant.modules import (
     quantized_layer,
     replace_module,
 )
+from lampq.quant.token import TokenQuantizer
 from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec, SumSpec
 from lampq.version import __version__
 
 # what this lampq reads. 2: numbers in half precision where that is exact, and a digest;
 # 3: layers above eight bits, quantized outputs, products and sums, operands in float;
-# 4: detectors
-FORMAT_VERSION = 4
+# 4: detectors; 5: ranges per token
+FORMAT_VERSION = 5
 KEY = "lampq"
 
 
@@ -91,6 +93,16 @@ def _loaded_quantizer(
         for key, value in mine.items()
     }
     return rebuild(description, buffers)
+
+
+def _loaded_decoder(
+    name: str, description: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> CodedQuantizer:
+    """A quantizer of weights."""
+    quantizer = _loaded_quantizer(name, description, tensors)
+    if not isinstance(quantizer, CodedQuantizer):
+        raise FormatError(f"{name!r} is of kind {quantizer.kind!r}, which cannot decode weights")
+    return quantizer
 
 
 def checkpoint_bytes(model: nn.Module, source: ModelSource, notes: Mapping[str, Any]) -> bytes:
@@ -164,6 +176,10 @@ def _version(
     """The first format version, from 2 on, that has all of this."""
     more = any(max(entry["bits"]) > 8 or "output_quantizer" in entry for entry in layers.values())
     unlike = any(set(entry) != {"left", "right"} for entry in matmuls.values())
+    entries = (*layers.values(), *matmuls.values(), *sums.values())
+    parts = chain.from_iterable(entry.values() for entry in entries)
+    if any(isinstance(part, dict) and part["kind"] == TokenQuantizer.kind for part in parts):
+        return 5
     return 4 if detector else 3 if more or unlike or sums else 2
 
 
@@ -321,7 +337,7 @@ def _loaded_fit(
         bits=bits,
         codes=codes,
         bias=bias,
-        weight_quantizer=_loaded_quantizer(
+        weight_quantizer=_loaded_decoder(
             f"{spec.name}.weight_quantizer", entry["weight_quantizer"], tensors
         ),
         input_quantizer=_loaded_part(spec.name, "input_quantizer", entry, tensors),

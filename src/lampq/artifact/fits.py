@@ -12,7 +12,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from lampq.artifact.checkpoint import _loaded_quantizer, _stored_quantizer, write_atomically
-from lampq.quant.base import Quantizer, describe
+from lampq.quant.base import CodedQuantizer, Quantizer, describe
 from lampq.quant.fold import NormFold
 from lampq.quant.modules import LayerFit, MatmulFit, SiteFit, SumFit
 from lampq.types import LayerBits, LayerSpec, MatmulSpec, SumSpec
@@ -75,13 +75,16 @@ class FitFolder:
         if found is None:
             return None
         tensors, quantizers = found
+        decoder = quantizers.get("weight_quantizer")
+        if not isinstance(decoder, CodedQuantizer):
+            return None
         fold = NormFold(tensors["ratio"], tensors["shift"]) if "ratio" in tensors else None
         return LayerFit(
             spec=spec,
             bits=bits,
             codes=tensors["codes"],
             bias=tensors["bias"],
-            weight_quantizer=quantizers["weight_quantizer"],
+            weight_quantizer=decoder,
             input_quantizer=quantizers.get("input_quantizer"),
             fold=fold,
             output_quantizer=quantizers.get("output_quantizer"),

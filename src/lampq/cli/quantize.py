@@ -124,6 +124,12 @@ def quantize_command(
     compensation: Annotated[
         str | None, typer.Option(help="of weight errors: none or gptq", rich_help_panel=METHOD)
     ] = None,
+    input_ranges: Annotated[
+        str | None,
+        typer.Option(
+            help="of proj, q and k: static, or token (found at run time)", rich_help_panel=METHOD
+        ),
+    ] = None,
     sites: Annotated[
         str | None,
         typer.Option(

@@ -21,8 +21,10 @@ from lampq.methods.adalog_layer import STEPS, LayerSearch
 from lampq.methods.base import LinearView
 from lampq.methods.search import (
     EXHAUSTIVE,
+    Error,
     Grid,
     SearchDepth,
+    clip_grid,
     log_decoded,
     on_grid,
     progressive_search,
@@ -32,8 +34,9 @@ from lampq.methods.search import (
 from lampq.quant.fold import NormFold
 from lampq.quant.log import LogQuantizer, ZeroCode
 from lampq.quant.modules import LayerFit, MatmulFit
+from lampq.quant.token import TokenQuantizer, token_grid
 from lampq.quant.uniform import UniformQuantizer
-from lampq.types import LayerBits, LayerRole, MatmulSpec, Profile
+from lampq.types import SEARCHED_ROLES, LayerBits, LayerRole, LayerSpec, MatmulSpec, Profile
 
 FOLD_POWERS = (1.0, 0.75, 0.5, 0.25)
 # enough to tell folds apart
@@ -57,6 +60,8 @@ class AdaLog:
     are enormous they alone make that sum, and everything else may be rounded to zero. "relative"
     also looks at the error of each token in proportion to its size: weights are fitted to that,
     inputs to the geometric mean of both, so that large and ordinary tokens count alike.
+    ``input_ranges``: "static" is published; "token" gives every token a range of its own, found at
+    run time, where a searched layer has neither norm nor GELU before it, and for q and k.
     ``profile``: "speed" gives the input behind GELU a uniform grid, as integer kernels need it.
     """
 
@@ -69,6 +74,7 @@ class AdaLog:
     compensation: Literal["none", "gptq"] = "none"
     fold: Literal["full", "searched"] = "full"
     error: Literal["plain", "relative"] = "plain"
+    input_ranges: Literal["static", "token"] = "static"
     profile: Profile = "accuracy"
 
     @property
@@ -98,11 +104,18 @@ class AdaLog:
                 problem.search_weight()
                 problem.search_log_input()
         else:
-            problem.search_input(on_output=False)
+            per_token = self._per_token(layer.spec)
+            search = problem.search_token_input if per_token else problem.search_input
+            search(on_output=False)
             for _ in range(self.rounds):
                 problem.search_weight()
-                problem.search_input(on_output=True)
+                search(on_output=True)
         return problem.finish(layer, bias, fold)
+
+    def _per_token(self, spec: LayerSpec) -> bool:
+        """Whether the input of a layer has one range per token."""
+        plain = spec.norm is None and spec.role is not LayerRole.FC2
+        return self.input_ranges == "token" and plain and spec.role in SEARCHED_ROLES
 
     def _best_fold(self, layer: LinearView, bits: LayerBits, inputs: Tensor) -> NormFold:
         """The fold of least output error, by a coarse search of weight and input."""
@@ -161,14 +174,16 @@ class AdaLog:
         left, right = spread(stats.left, self.maps), spread(stats.right, self.maps)
         exact = left @ right
         right_hat = right
-        fitted_left: UniformQuantizer | LogQuantizer
+        per_token = self.input_ranges == "token" and site.kind == "qk"
+        operand = self._token_operand if per_token else self._operand
+        fitted_left: UniformQuantizer | LogQuantizer | TokenQuantizer
         for _ in range(self.rounds):
             if site.kind == "av":
                 fitted_left = self._softmax(left, right_hat, exact, left_bits)
             else:
-                fitted_left = self._operand(left, left_bits, exact, other=right_hat, first=True)
+                fitted_left = operand(left, left_bits, exact, other=right_hat, first=True)
             left_hat = fitted_left(left)
-            fitted_right = self._operand(right, right_bits, exact, other=left_hat, first=False)
+            fitted_right = operand(right, right_bits, exact, other=left_hat, first=False)
             right_hat = fitted_right(right)
         return MatmulFit(site, fitted_left, fitted_right)
 
@@ -180,6 +195,36 @@ class AdaLog:
         def guess(scale: Tensor, zero: Tensor) -> Tensor:  # (candidates, maps, heads, ., .)
             return on_grid(operand, _of_heads(scale), _of_heads(zero), bits)
 
+        grid = self.weight_grid(operand.transpose(0, 1).flatten(1), bits)
+        scale, zero = self._searched_operand(grid, guess, operand, exact, other, first=first)
+        return UniformQuantizer(bits, scale[:, None, None], zero[:, None, None])
+
+    def _token_operand(
+        self, operand: Tensor, bits: int, exact: Tensor, *, other: Tensor, first: bool
+    ) -> TokenQuantizer:
+        """A range per token and head, of which each head takes a part, by the same error."""
+        axis = -1 if first else -2
+        step, zero = token_grid(operand, bits, axis)
+
+        def guess(clip: Tensor, _: Tensor) -> Tensor:
+            return on_grid(operand, _of_heads(clip) * step, zero, bits)
+
+        grid = clip_grid(operand.shape[1], operand)
+        clip, _ = self._searched_operand(grid, guess, operand, exact, other, first=first)
+        return TokenQuantizer(bits, clip.clamp(max=1)[:, None, None], axis=axis)
+
+    def _searched_operand(
+        self,
+        grid: Grid,
+        guess: Error,
+        operand: Tensor,
+        exact: Tensor,
+        other: Tensor,
+        *,
+        first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The best of the candidates, whose operands (candidates, maps, ...) are the guess."""
+
         def cheap(scale: Tensor, zero: Tensor) -> Tensor:
             return guess(scale, zero).sub_(operand).square_().sum(dim=(1, 3, 4))
 
@@ -188,11 +233,7 @@ class AdaLog:
             product = one @ other if first else other @ one
             return product.sub_(exact).square_().sum(dim=(1, 3, 4))
 
-        grid = self.weight_grid(operand.transpose(0, 1).flatten(1), bits)
-        scale, zero = progressive_search(
-            grid, error, self.depth, cheap=cheap, elements=operand.numel()
-        )
-        return UniformQuantizer(bits, scale[:, None, None], zero[:, None, None])
+        return progressive_search(grid, error, self.depth, cheap=cheap, elements=operand.numel())
 
     def _softmax(self, left: Tensor, right: Tensor, exact: Tensor, bits: int) -> LogQuantizer:
         """A logarithmic quantizer with scale one and the base of least product error.

@@ -13,6 +13,7 @@ from lampq.methods.search import (
     Error,
     Grid,
     SearchDepth,
+    clip_grid,
     log_decoded,
     on_grid,
     progressive_search,
@@ -22,6 +23,7 @@ from lampq.quant.base import compact
 from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import LayerFit
+from lampq.quant.token import TokenQuantizer, token_grid
 from lampq.quant.twin import GELU_MINIMUM
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits
@@ -52,7 +54,7 @@ class LayerSearch:
             size = (inputs @ weight.T + (0 if bias is None else bias)).square().sum(dim=1)
             inverse = 1 / (size + size.median()).clamp_min(1e-30)
             self.shares = inverse / inverse.mean()
-        self.input_quantizer: UniformQuantizer | LogQuantizer | None = None
+        self.input_quantizer: UniformQuantizer | LogQuantizer | TokenQuantizer | None = None
         self.weight_quantizer = self._nearest_weight()
 
     def _nearest_weight(self) -> UniformQuantizer:
@@ -136,22 +138,43 @@ class LayerSearch:
     def search_input(self, *, on_output: bool) -> None:
         """Input scale and zero point of least output error, or of least error of the input."""
         x, bits = self.sampled, self.bits.activation
+
+        def guess(scale: Tensor, zero: Tensor) -> Tensor:
+            return on_grid(x, scale[..., None], zero[..., None], bits)
+
+        grid = self.method.input_grid(x.reshape(1, -1), bits, self.depth)
+        scale, zero = self._searched_input(grid, guess, on_output=on_output)
+        self.input_quantizer = UniformQuantizer(bits, scale[0], zero[0])
+
+    def search_token_input(self, *, on_output: bool) -> None:
+        """The part of the range of every token that has the least of these errors."""
+        x, bits = self.sampled, self.bits.activation
+        step, zero = token_grid(x, bits, -1)
+
+        def guess(clip: Tensor, _: Tensor) -> Tensor:
+            return on_grid(x, clip[..., None] * step, zero, bits)
+
+        clip, _ = self._searched_input(clip_grid(1, x), guess, on_output=on_output)
+        self.input_quantizer = TokenQuantizer(bits, clip[0].clamp(max=1))
+
+    def _searched_input(
+        self, grid: Grid, guess: Error, *, on_output: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The best of the candidates, whose inputs (candidates, tokens, channels) are the guess."""
+        x = self.sampled
         decoded, power, exact = self._input_errors()
         if not on_output:
             power = torch.ones_like(power)
 
         def cheap(scale: Tensor, zero: Tensor) -> Tensor:
-            guess = on_grid(x, scale[..., None], zero[..., None], bits)
-            return self._of_tokens(guess.sub_(x).square_() @ power)[:, None]
+            return self._of_tokens(guess(scale, zero).sub_(x).square_() @ power)[:, None]
 
         def error(scale: Tensor, zero: Tensor) -> Tensor:
-            output = on_grid(x, scale[..., None], zero[..., None], bits) @ decoded.T
+            output = guess(scale, zero) @ decoded.T
             return self._of_tokens(output.sub_(exact).square_().sum(dim=2))[:, None]
 
-        grid = self.method.input_grid(x.reshape(1, -1), bits, self.depth)
         true = error if on_output else cheap
-        scale, zero = progressive_search(grid, true, self.depth, cheap=cheap, elements=x.numel())
-        self.input_quantizer = UniformQuantizer(bits, scale[0], zero[0])
+        return progressive_search(grid, true, self.depth, cheap=cheap, elements=x.numel())
 
     def search_log_input(self) -> None:
         """Scale and base of the shifted logarithmic quantizer of least output error."""
@@ -184,7 +207,8 @@ class LayerSearch:
         near = positive.kthvalue(max(1, round(0.9 * positive.numel()))).values
         ladder = torch.linspace(0, 1, 16).to(x) * (high - near) + near
         spacing = ((high - near) / 15).clamp_min(1e-8).reshape(1)
-        start = ladder[-2] if self.input_quantizer is None else self.input_quantizer.scale
+        known = self.input_quantizer
+        start = known.scale if isinstance(known, LogQuantizer) else ladder[-2]
         steps = torch.tensor(list(STEPS), dtype=x.dtype)[:, None]
         errors = cheap(start.reshape(1, 1).expand(steps.shape), steps)
         best = steps[errors[:, 0].topk(8, largest=False).indices, 0]

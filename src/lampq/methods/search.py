@@ -133,6 +133,12 @@ def on_grid(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     return uniform_round(x, scale, zero, bits).sub_(zero).mul_(scale)
 
 
+def clip_grid(groups: int, like: Tensor) -> Grid:
+    """Parts of the range of a token, for each group; what is carried along is not used."""
+    clips = torch.linspace(0.1, 1, 37, dtype=like.dtype)[:, None].expand(-1, groups)
+    return Grid(scale=clips, zero=clips, spacing=clips[1] - clips[0])
+
+
 def log_decoded(logs: Tensor, scale: Tensor, step: Tensor, powers: int) -> Tensor:
     """The nearest of so many powers to 2**logs, by the smooth formula that the table rounds."""
     codes = (scale.log2() - logs).mul_(DENOMINATOR / step).round_().clamp_min_(0)

@@ -1,12 +1,14 @@
 """How numbers become codes."""
 
-from lampq.quant.base import Quantizer, describe, rebuild
+from lampq.quant.base import CodedQuantizer, Quantizer, describe, rebuild
 from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import LayerFit, MatmulFit, QuantLinear, QuantMatMul, assemble
+from lampq.quant.token import TokenQuantizer
 from lampq.quant.uniform import UniformQuantizer
 
 __all__ = [
+    "CodedQuantizer",
     "LayerFit",
     "LogQuantizer",
     "MatmulFit",
@@ -14,6 +16,7 @@ __all__ = [
     "QuantLinear",
     "QuantMatMul",
     "Quantizer",
+    "TokenQuantizer",
     "UniformQuantizer",
     "absorb_shift",
     "assemble",

@@ -13,9 +13,10 @@ from lampq.errors import FormatError
 
 
 class Quantizer(nn.Module, ABC):
-    """Maps floats to integer codes and back. Fitted when built, never changed after.
+    """Maps floats to integer codes, and to what the codes stand for.
 
-    ``kind``, ``bits``, ``options()`` and the buffers are the whole quantizer.
+    Fitted when built, never changed after. ``kind``, ``bits``, ``options()`` and the buffers are
+    the whole quantizer.
     """
 
     kind: ClassVar[str]
@@ -27,24 +28,12 @@ class Quantizer(nn.Module, ABC):
         return int(2**self.bits)
 
     @abstractmethod
-    def _round(self, x: Tensor) -> Tensor:
-        """Codes as whole-numbered floats."""
-
-    @abstractmethod
-    def _value(self, codes: Tensor) -> Tensor:
-        """Floats of whole-numbered float codes."""
-
     def encode(self, x: Tensor) -> Tensor:
         """Integer codes in [0, n_codes), shape of x."""
-        return self._round(x).int()
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """The float each code stands for."""
-        return self._value(codes.to(self._dtype()))
-
+    @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """The same as ``decode(encode(x))``, without leaving floating point."""
-        return self._value(self._round(x))
+        """The floats that the codes of x stand for."""
 
     @property
     def lift(self) -> Tensor | float:
@@ -54,6 +43,29 @@ class Quantizer(nn.Module, ABC):
     def options(self) -> dict[str, Any]:
         """What, besides bits and buffers, is needed to build the quantizer again."""
         return {}
+
+
+class CodedQuantizer(Quantizer):
+    """A quantizer whose codes alone give the floats back, as those of a weight must."""
+
+    @abstractmethod
+    def _round(self, x: Tensor) -> Tensor:
+        """Codes as whole-numbered floats."""
+
+    @abstractmethod
+    def _value(self, codes: Tensor) -> Tensor:
+        """Floats of whole-numbered float codes."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self._round(x).int()
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The float each code stands for."""
+        return self._value(codes.to(self._dtype()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same as ``decode(encode(x))``, without leaving floating point."""
+        return self._value(self._round(x))
 
     def _dtype(self) -> Any:
         return next(self.buffers()).dtype

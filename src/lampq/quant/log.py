@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lampq.quant.base import Quantizer, register
+from lampq.quant.base import CodedQuantizer, register
 
 DENOMINATOR = 37
 ZeroCode = Literal["extra", "reserved"]
@@ -36,7 +36,7 @@ def log_levels(bits: int, step: int, denominator: int, *, table: bool) -> Tensor
 
 
 @register
-class LogQuantizer(Quantizer):
+class LogQuantizer(CodedQuantizer):
     """Powers scale * 2**(-code * step / denominator), and zero, of x + shift, minus offset.
 
     ``zero_code="extra"`` has 2**bits powers and zero beside them, as the published log quantizers

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lampq.errors import GraphError
-from lampq.quant.base import Quantizer, compact
+from lampq.quant.base import CodedQuantizer, Quantizer, compact
 from lampq.quant.fold import NormFold, fold_norm_
 from lampq.types import LayerBits, LayerSpec, MatmulSpec, SumSpec
 
@@ -34,7 +34,7 @@ class LayerFit:
     bits: LayerBits
     codes: Tensor
     bias: Tensor
-    weight_quantizer: Quantizer
+    weight_quantizer: CodedQuantizer
     input_quantizer: Quantizer | None
     fold: NormFold | None = None
     output_quantizer: Quantizer | None = None

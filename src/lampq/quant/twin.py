@@ -11,13 +11,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lampq.quant.base import Quantizer, register
+from lampq.quant.base import CodedQuantizer, register
 
 GELU_MINIMUM = 0.16997124254703522
 
 
 @register
-class TwinSoftmaxQuantizer(Quantizer):
+class TwinSoftmaxQuantizer(CodedQuantizer):
     """One half of the codes are multiples of ``low``, the other of ``high``, for inputs in 0..1.
 
     Every input goes to the nearest value of either grid. Coarse values inside the fine range are
@@ -60,7 +60,7 @@ class TwinSoftmaxQuantizer(Quantizer):
 
 
 @register
-class TwinGeluQuantizer(Quantizer):
+class TwinGeluQuantizer(CodedQuantizer):
     """Negative inputs are multiples of ``low``, positive ones of ``high``; zero is exact.
 
     At one bit there is no negative value.

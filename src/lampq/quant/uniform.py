@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lampq.quant.base import Quantizer, register
+from lampq.quant.base import CodedQuantizer, register
 
 
 def uniform_round(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -18,7 +18,7 @@ def uniform_round(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 @register
-class UniformQuantizer(Quantizer):
+class UniformQuantizer(CodedQuantizer):
     """The grid scale * (code - zero).
 
     A whole-numbered ``zero`` keeps 0.0 exact. A real one is the grid between two bounds,

@@ -28,6 +28,7 @@ from lampq.quant.modules import (
     quantized_site,
     replace_module,
 )
+from lampq.quant.token import TokenQuantizer, token_grid
 from lampq.quant.uniform import UniformQuantizer
 from lampq.reconstruct.straight import logarithmic, uniform
 
@@ -42,6 +43,9 @@ REACH = 0.25
 class TrainableQuantizer(nn.Module):
     """An activation quantizer with a trained scale, if its kind has one.
 
+    That of a range per token is the part of the range that is taken; the range itself is no more
+    trained than that of a static grid.
+
     ``drop`` is the share of values that are left as they are (QDrop, Wei et al., ICLR 2022).
     """
 
@@ -52,6 +56,8 @@ class TrainableQuantizer(nn.Module):
         self.log_scale: nn.Parameter | None = None
         if isinstance(quantizer, UniformQuantizer | LogQuantizer):
             self.log_scale = nn.Parameter(quantizer.scale.log())
+        if isinstance(quantizer, TokenQuantizer):
+            self.log_scale = nn.Parameter(quantizer.clip.log())
 
     def forward(self, x: Tensor) -> Tensor:
         """X rounded, or partly so."""
@@ -68,7 +74,12 @@ class TrainableQuantizer(nn.Module):
         scale = self.log_scale.exp()
         if isinstance(quantizer, UniformQuantizer):
             return uniform(x, scale, quantizer.zero, quantizer.bits)
-        assert isinstance(quantizer, LogQuantizer), "only these two kinds have a trained scale"
+        if isinstance(quantizer, TokenQuantizer):
+            step, zero = token_grid(x.detach(), quantizer.bits, quantizer.axis)
+            # no more than the whole range, with a gradient that leads back
+            scale = scale - (scale.detach() - 1).clamp_min(0)
+            return uniform(x, scale * step, zero, quantizer.bits)
+        assert isinstance(quantizer, LogQuantizer), "only these kinds have a trained scale"
         levels = (quantizer.levels + quantizer.offset) / quantizer.scale
         per_octave = quantizer.denominator / quantizer.step
         return logarithmic(x + quantizer.shift, scale, levels, per_octave) - quantizer.offset
@@ -81,7 +92,9 @@ class TrainableQuantizer(nn.Module):
         scale = self.log_scale.detach().exp()
         if isinstance(quantizer, UniformQuantizer):
             return UniformQuantizer(quantizer.bits, scale, quantizer.zero)
-        assert isinstance(quantizer, LogQuantizer), "only these two kinds have a trained scale"
+        if isinstance(quantizer, TokenQuantizer):
+            return TokenQuantizer(quantizer.bits, scale.clamp(max=1), **quantizer.options())
+        assert isinstance(quantizer, LogQuantizer), "only these kinds have a trained scale"
         return LogQuantizer(
             quantizer.bits, scale, quantizer.shift, quantizer.offset, **quantizer.options()
         )

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lampq.methods import FitCache
 from lampq.methods.base import LinearView, layer_output
-from lampq.quant.base import Quantizer
+from lampq.quant.base import CodedQuantizer, Quantizer
 from lampq.quant.modules import LayerFit
+from lampq.quant.token import TokenQuantizer
 from lampq.types import BitPlan
 
 HISTOGRAMS_VERSION = 1
@@ -54,7 +55,10 @@ def layer_json(fits: FitCache, fit: LayerFit) -> dict[str, Any]:
         "error": _short(float(wrong.square().sum() / exact.square().sum().clamp_min(1e-30))),
     }
     quantizer = fit.input_quantizer
-    if quantizer is not None:
+    if isinstance(quantizer, TokenQuantizer):
+        grids = levels(quantizer.at(seen), len(seen), "rows")
+        content["input"] = {**about(quantizer), **histogram(seen, grids)}
+    elif isinstance(quantizer, CodedQuantizer):
         grids = levels(quantizer, seen.shape[1], "columns") - quantizer.lift
         content["input"] = {**about(quantizer), **histogram(seen.T, grids)}
     return content
@@ -72,10 +76,11 @@ def thinned(rows: Tensor, most: int) -> Tensor:
     return rows[torch.linspace(0, len(rows) - 1, most).round().long()]
 
 
-def levels(quantizer: Quantizer, channels: int, along: str) -> Tensor:
+def levels(quantizer: CodedQuantizer, channels: int, along: str) -> Tensor:
     """The decoded value of every code, ascending, for each of the channels: (channels, codes).
 
-    ``along``: a weight has its channels in "rows", an input in "columns".
+    ``along``: a weight has its channels in "rows", an input in "columns". Where each token has its
+    own grid, tokens take the place of channels.
     """
     codes = torch.arange(quantizer.n_codes)
     if along == "rows":

@@ -22,6 +22,8 @@ from lampq.graph.blocks import Sum
 from lampq.quant.base import Quantizer
 from lampq.quant.log import SMALLEST, LogQuantizer
 from lampq.quant.modules import QuantConv2d, QuantLayer, QuantLinear, QuantMatMul, QuantSum
+from lampq.quant.token import SMALLEST as SMALLEST_STEP
+from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import INTEGER_BITS
@@ -241,10 +243,28 @@ def quantizer(g: GraphBuilder, grid: Quantizer, name: str, x: str) -> str:
 
 def _uniform(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
     scale, zero = (g.shared(array(t)) for t in (grid.scale, grid.zero))
+    return _on_grid(g, grid.bits, name, x, scale, zero)
+
+
+def _token(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
+    axes, none = [grid.axis], g.number(0)
+    low = g.node("ReduceMin", x, name=f"{name}/least", axes=axes, keepdims=1)
+    low = g.node("Min", low, none, name=f"{name}/low")
+    high = g.node("ReduceMax", x, name=f"{name}/most", axes=axes, keepdims=1)
+    high = g.node("Max", high, none, name=f"{name}/high")
+    step = g.node("Sub", high, low, name=f"{name}/range")
+    step = g.node("Div", step, g.number(2**grid.bits - 1), name=f"{name}/share")
+    step = g.node("Max", step, g.number(SMALLEST_STEP), name=f"{name}/step")
+    zero = g.node("Neg", g.node("Div", low, step, name=f"{name}/first"), name=f"{name}/zero")
+    scale = g.node("Mul", step, g.shared(array(grid.clip)), name=f"{name}/scale")
+    return _on_grid(g, grid.bits, name, x, scale, zero)
+
+
+def _on_grid(g: GraphBuilder, bits: int, name: str, x: str, scale: str, zero: str) -> str:
     x = g.node("Div", x, scale, name=f"{name}/ratio")
     x = g.node("Add", x, zero, name=f"{name}/moved")
     x = g.node("Round", x, name=f"{name}/rounded")
-    x = g.node("Clip", x, g.number(0), g.number(2**grid.bits - 1), name=f"{name}/codes")
+    x = g.node("Clip", x, g.number(0), g.number(2**bits - 1), name=f"{name}/codes")
     x = g.node("Sub", x, zero, name=f"{name}/steps")
     return g.node("Mul", x, scale, name=f"{name}/value")
 
@@ -303,6 +323,7 @@ def _twin_softmax(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
 _QUANTIZERS: dict[type[Quantizer], Callable[[GraphBuilder, Any, str, str], str]] = {
     UniformQuantizer: _uniform,
     LogQuantizer: _log,
+    TokenQuantizer: _token,
     TwinGeluQuantizer: _twin_gelu,
     TwinSoftmaxQuantizer: _twin_softmax,
 }

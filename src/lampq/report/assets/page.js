@@ -127,6 +127,11 @@ function levelsOf(entry) {
   return Array.isArray(levels) ? levels : Array.from({ length: levels.count }, (_, i) => levels.first + i * levels.step);
 }
 
+function gridOwner(part, entry) {
+  if (entry.kind === "token") return "token";
+  return part === "weight" ? "row" : "channel";
+}
+
 function histogramOf(part) {
   const layer = RUN.layers[shown.layer];
   const entry = (RUN.histograms.layers[layer.name] || {})[part];
@@ -152,7 +157,7 @@ function histogramOf(part) {
       ],
     },
     options: options({
-      x: axis(unit === "step" ? `in steps of the grid of each ${part === "weight" ? "row" : "channel"}` : "value", { min: low, max: high, grid: { display: false } }),
+      x: axis(unit === "step" ? `in steps of the grid of each ${gridOwner(part, entry)}` : "value", { min: low, max: high, grid: { display: false } }),
       y: axis("share [%]", { min: 0, max: 1.06 * top }),
       label: ({ raw, dataset }) => (dataset.label === "levels" ? `level ${short(raw.x)}` : `${short(raw.x)}: ${short(raw.y)} %`),
     }),
@@ -166,7 +171,8 @@ function histogramNote(part) {
   const outside = entry.below + entry.above;
   const total = outside + entry.counts.reduce((sum, count) => sum + count, 0);
   const rest = outside ? ` ${short((100 * outside) / total, 2)} % lie outside the picture.` : "";
-  return `${plural(levelsOf(entry).length, "level")} (${entry.kind}, ${plural(entry.bits, "bit")}).${rest}`;
+  const found = entry.kind === "token" ? " One range per token, found at run time." : "";
+  return `${plural(levelsOf(entry).length, "level")} (${entry.kind}, ${plural(entry.bits, "bit")}).${found}${rest}`;
 }
 
 function chooseLayer(number) {
