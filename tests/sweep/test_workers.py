@@ -117,7 +117,9 @@ cluster.shutdown()
 @contextmanager
 def cluster_of_two() -> Iterator[tuple[str, Callable[[], None]]]:
     """The address of a Ray cluster of two workers, and what kills one of them."""
-    environment = {**os.environ, "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    # workers of Ray are at the lowest priority, and would wait for ever on a busy machine
+    settings = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**os.environ, **settings}
     process = subprocess.Popen(
         [sys.executable, "-c", CLUSTER],
         stdin=subprocess.PIPE,
