@@ -47,6 +47,7 @@ ORDER = (
     "scoring",
     "finish",
     "statistics",
+    "prepare",
     "pipeline",
     "sharing",
     "report",

@@ -23,7 +23,8 @@ from lampq.limits import bops_limit, size_limit
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.methods.psaq import psaq
 from lampq.models import ModelSource
-from lampq.pipeline import Result, packed, prepare
+from lampq.pipeline import Result, packed
+from lampq.prepare import prepare
 from lampq.refine import RefineOptions, refine
 from lampq.types import BitPlan, Budget, CostTable, LayerBits, LayerRole, LayerSpec, Limit
 

@@ -23,7 +23,8 @@ from lampq.evaluate import divergence, predict
 from lampq.graph.families import RolePattern
 from lampq.methods import METHODS
 from lampq.metrics import METRICS, Evidence, Sensitivity
-from lampq.pipeline import Result, build, packed, site_widths
+from lampq.pipeline import Result, packed
+from lampq.prepare import build, site_widths
 from lampq.progress import Journal, Progress
 from lampq.quant.half import is_half
 from lampq.quant.modules import QuantLayer, QuantMatMul

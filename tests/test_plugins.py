@@ -15,7 +15,7 @@ from lampq.calibrate import LayerStats, MatmulStats
 from lampq.config import make_config
 from lampq.methods import METHODS, FitCache, LinearView, SiteWidths
 from lampq.methods.base import layer_output
-from lampq.pipeline import options_of
+from lampq.prepare import options_of
 from lampq.quant.base import KINDS, CodedQuantizer, Quantizer, describe, rebuild
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantLinear, QuantMatMul, applied, assemble

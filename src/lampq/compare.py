@@ -23,7 +23,8 @@ from lampq.errors import ConfigError, LampqError
 from lampq.evaluate import interval95
 from lampq.limits import budget_of
 from lampq.models import LoadedModel
-from lampq.pipeline import Result, packed, prepare, quantize
+from lampq.pipeline import Result, packed, quantize
+from lampq.prepare import prepare
 from lampq.progress import Progress, append_line, read_lines
 from lampq.report import STAGES
 from lampq.report.table import Row, table_csv, table_json, table_markdown

@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import nn
 
-from lampq.allocate import ALLOCATORS, Allocator, check_feasible
 from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
 from lampq.calibrate import Stats, collect
 from lampq.config import RunConfig, make_config
 from lampq.data import AnySamples, Preprocessing, Samples, gather
 from lampq.errors import ConfigError
 from lampq.finish import Reconstruction, reconstructed
-from lampq.graph.attention import explicit
 from lampq.graph.discover import missing_roles, verify_norms
 from lampq.graph.families import TIMM, RolePattern
-from lampq.graph.rotate import rotate_attention_
-from lampq.limits import budget_of, check_room, check_widths, run_budget, widest_uniform
-from lampq.methods import METHODS, FitCache, Method, SiteWidths
+from lampq.limits import run_budget, widest_uniform
+from lampq.methods import FitCache
 from lampq.methods.base import sums_of
 from lampq.methods.sequential import collect_in_order
-from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
-from lampq.models import ModelSource, check_finite
-from lampq.reconstruct import FINISHERS, Finisher
+from lampq.metrics import Evidence, Sensitivity
+from lampq.models import ModelSource
+from lampq.prepare import Prepared, given_plan, prepare, site_widths
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
 from lampq.statistics import Deferred, through
-from lampq.task import CLASSIFICATION, Measured, Task
-from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
-
-# fields of plug-ins that the configuration calls by the paper's letter or by stage
-OPTION_OF_FIELD = {
-    "penalty": "gamma",
-    "probe_bits": "beta",
-    "probe_blocks": "mu",
-    "images": "metric_images",
-}
-T = TypeVar("T")
+from lampq.task import Measured
+from lampq.types import Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,103 +98,6 @@ def packed(
         "preprocessing": None if preprocessing is None else asdict(preprocessing),
     }
     return checkpoint_bytes(model, source, notes)
-
-
-def options_of(factory: Callable[..., Any], config: RunConfig) -> dict[str, Any]:
-    """The options of the configuration that a plug-in has a field or an argument for."""
-    taken = {}
-    for name in inspect.signature(factory).parameters:
-        key = OPTION_OF_FIELD.get(name, name)
-        if hasattr(config, key):
-            taken[name] = getattr(config, key)
-    return taken
-
-
-def build(factory: Callable[..., T], config: RunConfig) -> T:
-    """A method or metric with its options of the configuration."""
-    return factory(**options_of(factory, config))
-
-
-def check_known(config: RunConfig) -> None:
-    """Raise if the method has static ranges only and others are wanted."""
-    known = inspect.signature(METHODS.get(config.method)).parameters
-    if config.input_ranges != "static" and "input_ranges" not in known:
-        raise ConfigError(
-            f"method {config.method!r} has static ranges only: set input_ranges to static, got "
-            f"{config.input_ranges!r}"
-        )
-
-
-def site_widths(config: RunConfig) -> SiteWidths:
-    """Widths of the sites that are not searched."""
-    target = config.target
-    edge, matmul, heads = config.edge_bits, config.matmul_bits, config.head_bits
-    return SiteWidths(
-        edge=target if edge == "target" else LayerBits(edge, edge),
-        matmul=None if matmul == "follow" else target.activation if matmul == "target" else matmul,
-        rest=config.rest_bits,
-        behind=LayerBits(heads, heads) if isinstance(heads, int) else target,
-    )
-
-
-def task_of(config: RunConfig) -> Task:
-    """What the model is for."""
-    if config.task == "classification":
-        return CLASSIFICATION
-    # what it takes is not needed by classifiers
-    from lampq.detection.task import DetectionTask
-
-    probed = (config.alpha_signal,) if config.metric == "fisher" else ()
-    measured = {config.accept, *probed, *(("loss",) if config.metric == "loss" else ())}
-    return DetectionTask(tuple(sorted(measured)), heads=config.head_bits != "float")
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked job: the model in explicit form, its source and graph, and the plug-ins."""
-
-    model: nn.Module
-    source: ModelSource
-    graph: ModelGraph
-    task: Task
-    method: Method
-    metric: Metric
-    allocator: Allocator
-    finisher: Finisher | None
-
-
-def prepare(
-    model: nn.Module,
-    config: RunConfig,
-    patterns: tuple[RolePattern, ...] = TIMM,
-    plan: Mapping[str, LayerBits] | None = None,
-) -> Prepared:
-    """All checks that need no image: names, weights, graph, budget, plan."""
-    check_known(config)
-    method = build(METHODS.get(config.method), config)
-    metric = build(METRICS.get(config.metric), config)
-    function = ALLOCATORS.get(config.allocator)
-    allocator = partial(function, **options_of(function, config))
-    task = task_of(config)
-    check_finite(model)
-    source = task.source(model)
-    opened = explicit(model)
-    if config.rotation == "attention":
-        rotate_attention_(opened, config.seed)
-    graph = task.graph(opened, patterns)
-    if config.profile == "speed":
-        graph = replace(graph, matmuls=(), sums=())
-    # what a file and its operations amount to is known later
-    weights = MAX_BITS if config.target_size or config.target_bops else None
-    check_feasible(graph.allocatable, config.widths, budget_of(config, weights))
-    if config.target_size is not None:
-        check_room(graph.allocatable, config.widths, config.target_size)
-    if plan is not None:
-        check_widths(given_plan(graph, plan), config)
-    finisher = None
-    if config.reconstruct is not None:
-        finisher = build(FINISHERS.get(config.reconstruct), config)
-    return Prepared(opened, source, graph, task, method, metric, allocator, finisher)
 
 
 def quantize(
@@ -430,15 +320,3 @@ def _warn_of_gaps(graph: ModelGraph, config: RunConfig) -> None:
     if missing:
         names = ", ".join(role.value for role in missing)
         warnings.warn(f"no layer plays the role {names}", stacklevel=2)
-
-
-def given_plan(graph: ModelGraph, given: Mapping[str, LayerBits]) -> BitPlan:
-    """The plan of these widths, which must name every searched layer and no other."""
-    names = [layer.name for layer in graph.allocatable]
-    for name in given:
-        if name not in names:
-            raise ConfigError(f"the plan names {name!r}, which is no searched layer of the model")
-    for name in names:
-        if name not in given:
-            raise ConfigError(f"the plan has no width for {name!r}")
-    return BitPlan(graph.allocatable, tuple(given[name] for name in names))

@@ -21,7 +21,8 @@ from lampq.config import RunConfig
 from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError, DataError
 from lampq.models import ModelSource
-from lampq.pipeline import Result, packed, quantize, task_of
+from lampq.pipeline import Result, packed, quantize
+from lampq.prepare import task_of
 from lampq.progress import Journal, Progress
 from lampq.report import (
     build_report,

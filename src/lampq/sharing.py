@@ -18,7 +18,8 @@ from lampq.artifact.states import StateFolder
 from lampq.config import RunConfig
 from lampq.methods import METHODS, FitCache
 from lampq.methods.base import SumMethod
-from lampq.pipeline import behind_quantized, build, options_of, site_widths
+from lampq.pipeline import behind_quantized
+from lampq.prepare import build, options_of, site_widths
 from lampq.progress import Journal, Progress
 from lampq.reconstruct import NoStore, StateStore
 from lampq.scoring import Run

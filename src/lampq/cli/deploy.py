@@ -31,7 +31,7 @@ from lampq.inputs import (
     pictures,
 )
 from lampq.models import preprocessing_of
-from lampq.pipeline import prepare
+from lampq.prepare import prepare
 from lampq.progress import Progress
 from lampq.report.folder import read_report, remake_page
 from lampq.runfolder import Job, fingerprint_of, open_work, read_plan, run_job

@@ -12,7 +12,7 @@ from lampq.config import RunConfig
 from lampq.errors import ConfigError, DataError
 from lampq.inputs import calibration_samples, evaluation_samples, load_alone, load_float
 from lampq.models import DEFAULT_MODEL
-from lampq.pipeline import prepare
+from lampq.prepare import prepare
 from lampq.progress import Progress
 from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_plan
 from lampq.typed import preprocessing_with

@@ -15,7 +15,7 @@ from lampq.data import Preprocessing
 from lampq.errors import ConfigError, LampqError
 from lampq.inputs import load_float
 from lampq.models import DEFAULT_MODEL, LoadedModel
-from lampq.pipeline import prepare
+from lampq.prepare import prepare
 from lampq.runfolder import read_plan
 from lampq.sharing import key_of, sharing_key
 from lampq.typed import preprocessing_with
