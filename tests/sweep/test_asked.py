@@ -94,6 +94,7 @@ def test_names_of_folders_are_harmless(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('task = "detection"', "a sweep is one of classifiers, not of detection"),
         ("gama = 3", "unknown option 'gama'; known: gamma"),
         ("[grid]\ngama = [3]", "unknown option 'gama'; known: gamma"),
         ("[grid]\ngamma = 3", "grid.gamma must be a list of values, got 3"),

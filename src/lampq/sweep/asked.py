@@ -159,6 +159,8 @@ def _trial(options: Mapping[str, Any], varied: Mapping[str, Any]) -> Trial:
     except LampqError as error:
         words = Trial(inputs, RunConfig(), varied).described
         raise ConfigError(f"{error}" + (f" (in {words})" if words else "")) from error
+    if config.task != "classification":
+        raise ConfigError(f"a sweep is one of classifiers, not of {config.task}")
     return Trial(inputs, config, dict(varied))
 
 
