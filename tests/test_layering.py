@@ -42,6 +42,7 @@ ORDER = (
     "verify",
     "zero_shot",
     "config",
+    "tasks",
     "limits",
     "scoring",
     "finish",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from lampq.allocate import ALLOCATORS, Allocator, check_feasible
 from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
 from lampq.calibrate import Stats, collect
 from lampq.config import RunConfig, make_config
-from lampq.data import AnySamples, Preprocessing, Samples, gather
+from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError
 from lampq.finish import Reconstruction, reconstructed
 from lampq.graph.attention import explicit
@@ -31,7 +31,8 @@ from lampq.metrics import METRICS, Evidence, Metric, Sensitivity
 from lampq.models import ModelSource, check_finite
 from lampq.reconstruct import FINISHERS, Finisher
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
-from lampq.task import CLASSIFICATION, Measured, Task
+from lampq.task import Measured, Task
+from lampq.tasks import gathered, task_of
 from lampq.types import MAX_BITS, Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
 # fields of plug-ins that the configuration calls by the paper's letter or by stage
@@ -138,18 +139,6 @@ def site_widths(config: RunConfig) -> SiteWidths:
     )
 
 
-def task_of(config: RunConfig) -> Task:
-    """What the model is for."""
-    if config.task == "classification":
-        return CLASSIFICATION
-    # what it takes is not needed by classifiers
-    from lampq.detection.task import DetectionTask
-
-    probed = (config.alpha_signal,) if config.metric == "fisher" else ()
-    measured = {config.accept, *probed, *(("loss",) if config.metric == "loss" else ())}
-    return DetectionTask(tuple(sorted(measured)), heads=config.head_bits != "float")
-
-
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A checked job: the model in explicit form, its source and graph, and the plug-ins."""
@@ -244,13 +233,6 @@ def quantize(
             "notices": tuple(dict.fromkeys(notices)),
         }
     )
-
-
-def gathered(samples: Any) -> AnySamples:
-    """Samples as they are, or those of any iterable of images."""
-    if isinstance(samples, Samples) or not hasattr(samples, "category_ids"):
-        return gather(samples)
-    return cast(AnySamples, samples)
 
 
 def _quantize(

@@ -21,7 +21,7 @@ from lampq.config import RunConfig
 from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError, DataError
 from lampq.models import ModelSource
-from lampq.pipeline import Result, packed, quantize, task_of
+from lampq.pipeline import Result, packed, quantize
 from lampq.progress import Journal, Progress
 from lampq.report import (
     build_report,
@@ -34,6 +34,7 @@ from lampq.report.folder import files_of, write_page
 from lampq.report.histograms import histograms_json
 from lampq.scoring import Run
 from lampq.task import CLASSIFICATION, Task
+from lampq.tasks import task_of
 from lampq.types import BitPlan, LayerBits
 from lampq.version import __version__
 
