@@ -43,6 +43,7 @@ ORDER = (
     "verify",
     "zero_shot",
     "config",
+    "tasks",
     "limits",
     "scoring",
     "finish",

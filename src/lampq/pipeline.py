@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from lampq.artifact.checkpoint import checkpoint_bytes, write_atomically
 from lampq.calibrate import Stats, collect
 from lampq.config import RunConfig, make_config
-from lampq.data import AnySamples, Preprocessing, Samples, gather
+from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError
 from lampq.finish import Reconstruction, reconstructed
 from lampq.graph.discover import missing_roles, verify_norms
@@ -29,6 +29,7 @@ from lampq.prepare import Prepared, given_plan, prepare, site_widths
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
 from lampq.statistics import Deferred, through
 from lampq.task import Measured
+from lampq.tasks import gathered
 from lampq.types import Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
 
 
@@ -147,13 +148,6 @@ def quantize(
             "notices": tuple(dict.fromkeys(notices)),
         }
     )
-
-
-def gathered(samples: Any) -> AnySamples:
-    """Samples as they are, or those of any iterable of images."""
-    if isinstance(samples, Samples) or not hasattr(samples, "category_ids"):
-        return gather(samples)
-    return cast(AnySamples, samples)
 
 
 def _quantize(

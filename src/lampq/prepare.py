@@ -21,7 +21,8 @@ from lampq.methods import METHODS, Method, SiteWidths
 from lampq.metrics import METRICS, Metric
 from lampq.models import ModelSource, check_finite
 from lampq.reconstruct import FINISHERS, Finisher
-from lampq.task import CLASSIFICATION, Task
+from lampq.task import Task
+from lampq.tasks import task_of
 from lampq.types import MAX_BITS, BitPlan, LayerBits, ModelGraph
 
 # fields of plug-ins that the configuration calls by the paper's letter or by stage
@@ -69,18 +70,6 @@ def site_widths(config: RunConfig) -> SiteWidths:
         rest=config.rest_bits,
         behind=LayerBits(heads, heads) if isinstance(heads, int) else target,
     )
-
-
-def task_of(config: RunConfig) -> Task:
-    """What the model is for."""
-    if config.task == "classification":
-        return CLASSIFICATION
-    # what it takes is not needed by classifiers
-    from lampq.detection.task import DetectionTask
-
-    probed = (config.alpha_signal,) if config.metric == "fisher" else ()
-    measured = {config.accept, *probed, *(("loss",) if config.metric == "loss" else ())}
-    return DetectionTask(tuple(sorted(measured)), heads=config.head_bits != "float")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError, DataError
 from lampq.models import ModelSource
 from lampq.pipeline import Result, packed, quantize
-from lampq.prepare import task_of
 from lampq.progress import Journal, Progress
 from lampq.report import (
     build_report,
@@ -36,6 +35,7 @@ from lampq.report.histograms import histograms_json
 from lampq.scoring import Run, widths_of
 from lampq.sharing import Shared
 from lampq.task import CLASSIFICATION, Task
+from lampq.tasks import task_of
 from lampq.types import BitPlan, LayerBits
 from lampq.version import __version__
 
