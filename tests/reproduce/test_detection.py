@@ -16,6 +16,7 @@ from reproduce.test_table import balanced, rows_of_markdown
 from reproduce.tiny import read
 from safetensors.torch import save_file
 
+import lampq.reproduce.detection
 import lampq.reproduce.lab
 from lampq.compare import make_trials
 from lampq.detection.coco import write_coco
@@ -23,7 +24,7 @@ from lampq.detection.source import DetectorSource
 from lampq.detection.task import DetectionTask
 from lampq.errors import ConfigError
 from lampq.progress import Progress
-from lampq.reproduce.detection import PART, tables
+from lampq.reproduce.detection import METHODS, OWN, PART, tables
 from lampq.reproduce.full import checkpoints
 from lampq.reproduce.published import DETECTION, DETECTORS, label_of
 
@@ -38,7 +39,7 @@ probe_images = 2
 trace_images = 1
 exchanges = 1
 configurations = 4
-search = "fast"
+
 """
 
 
@@ -66,11 +67,24 @@ def flags(data: Path, *without: str) -> list[Any]:
     return [word for flag, value in given.items() if flag not in without for word in (flag, value)]
 
 
+@pytest.fixture
+def quick_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every method has the fits of min-max, which take a fraction of the time."""
+    _use_minmax(monkeypatch)
+
+
+def _use_minmax(patch: pytest.MonkeyPatch) -> None:
+    quick = tuple(replace(method, options={"method": "minmax"}) for method in METHODS)
+    patch.setattr(lampq.reproduce.detection, "METHODS", quick)
+
+
 @pytest.fixture(scope="module")
 def out(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The whole table."""
     folder = tmp_path_factory.mktemp("reproduce") / "detection"
-    found = Outcome("reproduce", "detection", "scene_swin", *flags(data), "--out", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        _use_minmax(patch)
+        found = Outcome("reproduce", "detection", "scene_swin", *flags(data), "--out", folder)
     assert found.code == 0, found.err
     (folder / "said").write_text(found.out + found.err)
     return folder
@@ -137,12 +151,19 @@ def test_another_file_of_annotations_is_refused_in_the_same_folder(
     assert (found.code, found.err.count("\n")) == (2, 1)
 
 
-def test_other_methods_are_run_where_they_are_named(data: Path, tmp_path: Path) -> None:
-    rows = ("--rows", "repq,optq,erq", "--bits", 4, "--no-pictures", "--out", tmp_path)
+def test_allocations_are_made_on_adalog() -> None:
+    methods = {method.key: method.options for method in METHODS if method.key in OWN}
+    assert methods == {key: {"method": "adalog"} for key in ("adalog", "vtptq", "lampq")}
+
+
+@pytest.mark.slow
+def test_every_method_fits_a_detector(data: Path, tmp_path: Path) -> None:
+    names = [method.key for method in METHODS]
+    rows = ("--rows", ",".join(names), "--bits", 4, "--no-pictures", "--out", tmp_path)
     found = Outcome("reproduce", "detection", "scene_swin", *flags(data), *rows, "--json")
     assert found.code == 0, found.err
     (one,) = json.loads(found.out)["results"]
-    assert [row["key"] for row in one["result"]["rows"]] == ["float", "repq", "optq", "erq"]
+    assert [row["key"] for row in one["result"]["rows"]] == ["float", *names]
     assert not any("error" in row for row in one["result"]["rows"])
 
 
@@ -247,6 +268,7 @@ def test_weights_of_the_paper_are_looked_for_by_their_public_names(tmp_path: Pat
     assert here == {label: label == "Cascade Mask R-CNN Swin-S" for label in DETECTORS}
 
 
+@pytest.mark.usefixtures("quick_methods")
 def test_full_runs_the_detectors_whose_weights_are_here(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +280,7 @@ def test_full_runs_the_detectors_whose_weights_are_here(
     (tmp_path / name).write_bytes((data / "weights.safetensors").read_bytes())
     tiny = replace(DETECTORS["Mask R-CNN Swin-T"], name="scene_swin")
     monkeypatch.setitem(DETECTORS, "Mask R-CNN Swin-T", tiny)
-    words = ("--full", "--checkpoints", tmp_path, "--rows", "adalog", "--bits", 4)
+    words = ("--full", "--checkpoints", tmp_path, "--rows", "adalog", "--bits", 4, "--no-pictures")
     given = flags(data, "--weights")
     found = Outcome("reproduce", "detection", *words, *given, "--out", tmp_path / "out")
     assert found.code == 0, found.err

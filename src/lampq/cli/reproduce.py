@@ -268,8 +268,8 @@ def _full(
 ) -> list[Found]:
     """List what the paper's rows need, and run those whose weights and images are here."""
     models = checkpoints(parts, folder)
-    for pictures_folder in (place.calib, place.evaluation):
-        if pictures_folder is not None:
+    for pictures_folder in place.given("classification"):
+        if pictures_folder is not None and parts[0].task != DETECTION:
             list_folder(pictures_folder)
     if place.tell:
         print_tables([needs_table(parts, models, place.given)], [])
