@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -18,11 +18,11 @@ from typing import Any
 from lampq.artifact.checkpoint import write_atomically
 from lampq.artifact.states import StateFolder
 from lampq.config import RunConfig, make_config
-from lampq.data import Preprocessing, Samples
+from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError, LampqError
 from lampq.evaluate import interval95
 from lampq.limits import budget_of
-from lampq.models import LoadedModel
+from lampq.models import FloatModel, LoadedModel
 from lampq.pipeline import Result, packed, quantize
 from lampq.prepare import prepare
 from lampq.progress import Progress, append_line, read_lines
@@ -73,13 +73,14 @@ def make_trials(
     bits: Sequence[float] = (),
     reconstruct: Sequence[str | None] = (),
     seeds: Sequence[int] = (),
+    tasks: Collection[str] = ("classification",),
 ) -> tuple[Trial, ...]:
     """Every combination, in the order of the table; an empty list takes the common option.
 
-    ``options`` are fields of RunConfig, common to all.
+    ``options`` are fields of RunConfig, common to all; their task must be one of ``tasks``.
     """
     common = make_config(options)
-    if common.task != "classification":
+    if common.task not in tasks:
         raise ConfigError(f"a comparison is one of classifiers, not of {common.task}")
     for name in ("target_size", "target_bops"):
         if getattr(common, name) is not None:
@@ -149,7 +150,7 @@ class Comparison:
         return 4 * sum(p.numel() for p in self.loaded.model.parameters())
 
 
-def check(loaded: LoadedModel, trials: Sequence[Trial]) -> None:
+def check(loaded: FloatModel, trials: Sequence[Trial]) -> None:
     """Raise what any trial would raise before it looks at an image."""
     for trial in trials:
         prepare(loaded.model, trial.config)
@@ -251,7 +252,7 @@ def _float_row(comparison: Comparison, progress: Progress) -> Row:
     }
 
 
-def quantized(loaded: LoadedModel, samples: Samples, config: RunConfig, run: Run) -> Result:
+def quantized(loaded: FloatModel, samples: AnySamples, config: RunConfig, run: Run) -> Result:
     """The result of one trial; what it warns of is in its notices."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

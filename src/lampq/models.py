@@ -70,11 +70,17 @@ class ModelSource:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A float model with where it came from and how its input is prepared."""
+class FloatModel:
+    """A float model with where it came from."""
 
     model: nn.Module
     source: ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(FloatModel):
+    """A classifier, with how its input is prepared."""
+
     preprocessing: Preprocessing
 
 

@@ -18,6 +18,7 @@ from lampq.runfolder import Job, check_labels, fingerprint_of, open_work, read_p
 from lampq.typed import preprocessing_with
 
 if TYPE_CHECKING:
+    from lampq.detection.models import Detector
     from lampq.detection.samples import DetectionSamples
 
 OUT = Path("runs/lampq")
@@ -57,8 +58,7 @@ class Places:
         for name in (one.name for one in fields(cls)):
             noted = options.pop(name, None)
             if name == "detector":
-                if noted is not None and not isinstance(noted, dict):
-                    raise ConfigError(f"detector must be a table of options, got {noted!r}")
+                noted = detector_table(noted)
             elif noted is not None and not isinstance(noted, str):
                 raise ConfigError(f"{name} must be text, got {noted!r}")
             elif noted is not None and name != "model":
@@ -91,6 +91,13 @@ class Begun:
 
     work: Path
     job: Callable[[], Job]
+
+
+def detector_table(noted: Any) -> dict[str, Any] | None:
+    """The table [detector] of a TOML file, if it has one."""
+    if noted is not None and not isinstance(noted, dict):
+        raise ConfigError(f"detector must be a table of options, got {noted!r}")
+    return noted
 
 
 def classifier_job(
@@ -130,12 +137,10 @@ def classifier_job(
     return Begun(work, job)
 
 
-def detector_job(wanted: Wanted) -> Begun:
-    """The job of a detector."""
-    from lampq.detection.source import DetectorSource
+def open_detector(places: Places) -> Detector:
+    """The detector of these places, once it is known that its files are there."""
     from lampq.detection.weights import load_detector
 
-    places, settings = wanted.places, wanted.settings
     if places.calib is None or places.calib_annotations is None:
         raise ConfigError(
             "a detector needs calibration pictures and what is in them: give --calib DIR and "
@@ -151,8 +156,16 @@ def detector_job(wanted: Wanted) -> Begun:
     for file in (places.calib_annotations, places.eval_annotations):
         if file is not None and not file.is_file():
             raise DataError(f"no annotations file {str(file)!r}")
+    return load_detector(places.model, places.weights, **places.detector)
+
+
+def detector_job(wanted: Wanted) -> Begun:
+    """The job of a detector."""
+    from lampq.detection.source import DetectorSource
+
+    places, settings = wanted.places, wanted.settings
     layer_plan = None if wanted.plan is None else read_plan(wanted.plan)
-    model = load_detector(places.model, places.weights, **places.detector)
+    model = open_detector(places)
     prepare(model, settings, plan=layer_plan)
     inputs = {
         **places.to_json(wanted.plan),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,21 +14,29 @@ import typer
 from rich.console import Console
 
 from lampq.cli import app, guarded
+from lampq.cli.jobs import detector_table
+from lampq.cli.labs import (
+    DETECTION,
+    Place,
+    check_detector,
+    check_pictures,
+    check_task,
+    classifier_lab,
+    detector_lab,
+    load,
+)
 from lampq.config import make_config, read_toml
-from lampq.data import Samples, list_folder
+from lampq.data import list_folder
 from lampq.errors import ConfigError
-from lampq.inputs import calibration_samples, load_alone, pictures
-from lampq.models import BUNDLED, DEFAULT_MODEL, LoadedModel
-from lampq.progress import Progress
+from lampq.models import BUNDLED, DEFAULT_MODEL, FloatModel, LoadedModel
 from lampq.reproduce import ALL, PARTS, named
 from lampq.reproduce.folder import check_asked, compute, finished, open_folder, write
 from lampq.reproduce.full import Checkpoint, checkpoints, needs_table, runnable
-from lampq.reproduce.lab import Asked, Lab
+from lampq.reproduce.lab import Asked
 from lampq.reproduce.part import Found, Part
 from lampq.reproduce.pictures import require_matplotlib
-from lampq.runfolder import check_labels
 from lampq.terminal import TerminalProgress, print_tables
-from lampq.typed import names, numbers, preprocessing_with
+from lampq.typed import names, numbers
 
 # the whole of it on the bundled model takes some minutes
 QUICK: dict[str, int] = {"images": 256, "iterations": 40}
@@ -38,31 +45,24 @@ QUICK_EVAL, QUICK_STEPS = 1000, 100
 PAPER: dict[str, Any] = {"preset": "paper", "fallback": "none", "seed": 0}
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where model and images are, and what to do with the results."""
-
-    calib: Path | None
-    evaluation: Path | None
-    mean: str | None
-    std: str | None
-    crop_pct: float | None
-    out: Path
-    with_pictures: bool
-    progress: Callable[[], Progress]
-    tell: bool
-
-
 @app.command("reproduce")
 @guarded
 def reproduce_command(
     name: Annotated[
         str | None, typer.Argument(help=f"{', '.join(PARTS)}, or {ALL}", metavar="NAME")
     ] = None,
-    model: Annotated[str, typer.Argument(help="a timm name, or a bundled one")] = DEFAULT_MODEL,
+    model: Annotated[
+        str, typer.Argument(help="a timm name, or a bundled one; a detector")
+    ] = DEFAULT_MODEL,
     weights: Annotated[Path | None, typer.Option(help=".safetensors or .pth state dict")] = None,
     calib: Annotated[Path | None, typer.Option(help="calibration pictures")] = None,
+    calib_annotations: Annotated[
+        Path | None, typer.Option(help="COCO file of what is in them (detection)")
+    ] = None,
     evaluation: Annotated[Path | None, typer.Option("--eval", help="evaluation pictures")] = None,
+    eval_annotations: Annotated[
+        Path | None, typer.Option(help="COCO file of what is in them (detection)")
+    ] = None,
     out: Annotated[Path, typer.Option(help="folder to write, or to go on in")] = Path(
         "runs/reproduce"
     ),
@@ -98,7 +98,7 @@ def reproduce_command(
     if name is None and not full:
         for part in PARTS.values():
             print(f"{part.name:18} {part.place:16} {part.title}")
-        print(f"{ALL:18} {'':16} all of them")
+        print(f"{ALL:18} {'':16} all of them but {DETECTION}, which needs another model")
         return
     parts = named(name)
     if len(parts) > 1 and (bits or rows):
@@ -106,6 +106,7 @@ def reproduce_command(
     if with_pictures:
         require_matplotlib()
     given = {"preset": preset, "seed": seed, "images": images, "iterations": iterations}
+    task = parts[0].task
     quick = model in BUNDLED and calib is None and evaluation is None and not full
     options = {
         **PAPER,
@@ -113,6 +114,17 @@ def reproduce_command(
         **({} if config is None else read_toml(config)),
         **{key: value for key, value in given.items() if value is not None},
     }
+    detector = detector_table(options.pop("detector", None)) if task == DETECTION else None
+    console = Console(stderr=True)
+    place = Place(
+        *(calib, calib_annotations, evaluation, eval_annotations, mean, std, crop_pct, out),
+        with_pictures,
+        progress=lambda: TerminalProgress(console, quiet=quiet or as_json),
+        tell=not (quiet or as_json),
+        detector=detector or {},
+    )
+    check_task(task, options, place)
+    options |= {"task": task} if task == DETECTION else {}
     options["images"] = make_config(options).images
     asked = Asked(
         options,
@@ -120,12 +132,6 @@ def reproduce_command(
         names(rows, "rows"),
         _positive(eval_images, "eval-images") or (QUICK_EVAL if quick else None),
         _positive(synthesis_steps, "synthesis-steps") or (QUICK_STEPS if quick else None),
-    )
-    console = Console(stderr=True)
-    place = _Place(
-        *(calib, evaluation, mean, std, crop_pct, out, with_pictures),
-        progress=lambda: TerminalProgress(console, quiet=quiet or as_json),
-        tell=not (quiet or as_json),
     )
     for part in parts:
         check_asked(part, asked)
@@ -141,12 +147,23 @@ def reproduce_command(
         elif weights_folder is not None:
             raise ConfigError("--checkpoints is for --full; give one file with --weights")
         else:
-            found = _one_model(parts, model, weights, place, asked, command)
+            found = _one_model(_of_task(parts, task, place), model, weights, place, asked, command)
     except KeyboardInterrupt:
         print("lampq: interrupted; the same command goes on where it stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     if as_json:
         print(json.dumps({"results": found}, indent=2))
+
+
+def _of_task(parts: Sequence[Part], task: str, place: Place) -> list[Part]:
+    """The parts of one task; it is told which are left out, because they need another model."""
+    for part in parts:
+        if part.task != task:
+            place.progress().note(
+                f"{part.name} is left out: it needs a detector and COCO pictures, and is made by "
+                f"lampq reproduce {part.name}"
+            )
+    return [part for part in parts if part.task == task]
 
 
 def _positive(value: int | None, name: str) -> int | None:
@@ -156,13 +173,12 @@ def _positive(value: int | None, name: str) -> int | None:
 
 
 def _command(
-    name: str | None, model: str, weights: Path | None, place: _Place, asked: Asked, quick: bool
+    name: str | None, model: str, weights: Path | None, place: Place, asked: Asked, quick: bool
 ) -> str:
     """The command that makes the same numbers again, without its paths' folders."""
+    own = make_config({key: asked.options.get(key) for key in ("preset", "task")})
     flags: dict[str, Any] = {
-        "--weights": None if weights is None else weights.name,
-        "--calib": None if place.calib is None else place.calib.name,
-        "--eval": None if place.evaluation is None else place.evaluation.name,
+        **{flag: path.name for flag, path in place.files(weights).items() if path is not None},
         **{"--mean": place.mean, "--std": place.std, "--crop-pct": place.crop_pct},
         "--bits": ",".join(f"{width:g}" for width in asked.bits) or None,
         "--rows": ",".join(asked.rows) or None,
@@ -172,7 +188,7 @@ def _command(
         "--synthesis-steps": asked.synthesis_steps,
     }
     defaults = {
-        **{"--preset": "paper", "--seed": 0, "--images": QUICK["images"] if quick else 1024},
+        **{"--preset": "paper", "--seed": 0, "--images": QUICK["images"] if quick else own.images},
         **({"--iterations": QUICK["iterations"], "--eval-images": QUICK_EVAL} if quick else {}),
         **({"--synthesis-steps": QUICK_STEPS} if quick else {}),
     }
@@ -184,88 +200,42 @@ def _command(
     return shlex.join(words)
 
 
-def _lab(
-    loaded: LoadedModel, weights: Path | None, place: _Place, asked: Asked, work: Path, scored: bool
-) -> Lab:
-    how = preprocessing_with(loaded.preprocessing, place.mean, place.std, place.crop_pct)
-    limit = asked.eval_images
-    evaluation = None
-    if scored:
-        options = {"limit": limit, "seed": 0, "progress": place.progress()}
-        evaluation = pictures("eval", place.evaluation, how, **options)
-        evaluation = evaluation if limit is None else evaluation.subset(limit, 0)
-        check_labels(evaluation, loaded.model)
-        evaluation.require_labels("an accuracy")
-
-    @lru_cache(maxsize=1)
-    def calibration(seed: int) -> Samples:
-        count = int(asked.options["images"])
-        samples = calibration_samples(place.calib, how, count, seed, place.progress())
-        check_labels(samples, loaded.model)
-        return samples
-
-    return Lab.open(
-        work,
-        loaded=loaded,
-        weights=weights,
-        how=how,
-        calibration=calibration,
-        evaluation=evaluation,
-        asked=asked,
-        progress=place.progress,
-    )
-
-
-def _check_pictures(parts: Sequence[Part], model: str, place: _Place) -> None:
-    """Raise if pictures are missing that a part needs."""
-    for folder in (place.calib, place.evaluation):
-        if folder is not None:
-            list_folder(folder)
-    own = model in BUNDLED
-    for part in parts:
-        if part.calibrated and place.calib is None and not own:
-            raise ConfigError(f"{part.name} needs calibration pictures: give --calib DIR")
-        alone = place.evaluation is None and (not own or place.calib is not None)
-        if part.scored and alone:
-            raise ConfigError(f"{part.name} needs evaluation pictures: give --eval DIR")
-
-
 def _one_model(
     parts: Sequence[Part],
     model: str,
     weights: Path | None,
-    place: _Place,
+    place: Place,
     asked: Asked,
     command: str,
 ) -> list[Found]:
     """Run the parts on one model and write their files."""
-    _check_pictures(parts, model, place)
+    task = parts[0].task
+    if task == DETECTION:
+        check_detector(model, weights, place)
+    else:
+        check_pictures(parts, model, place)
     for part in parts:
         finished(part, place.out, asked)
-    loaded = load_alone(model, weights)
+    loaded = load(task, model, weights, place)
     return _run(parts, loaded, weights, place, asked, command)
 
 
 def _run(
     parts: Sequence[Part],
-    loaded: LoadedModel,
+    loaded: FloatModel,
     weights: Path | None,
-    place: _Place,
+    place: Place,
     asked: Asked,
     command: str,
 ) -> list[Found]:
     """What the parts find on a loaded model; their files are written as each is done."""
-    inputs = {
-        "model": loaded.source.name,
-        "weights": str(weights),
-        "calib": str(place.calib),
-        "eval": str(place.evaluation),
-        "mean": place.mean,
-        "std": place.std,
-        "crop_pct": place.crop_pct,
-    }
+    inputs = place.inputs(loaded.source.name, weights)
     work = open_folder(place.out, inputs)
-    lab = _lab(loaded, weights, place, asked, work, any(part.scored for part in parts))
+    if isinstance(loaded, LoadedModel):
+        scored = any(part.scored for part in parts)
+        lab = classifier_lab(loaded, weights, place, asked, work, scored)
+    else:
+        lab = detector_lab(loaded, weights, place, asked, work)
     found = []
     for number, part in enumerate(parts, 1):
         place.progress().note(f"{number}/{len(parts)} {part.name} on {loaded.source.name}")
@@ -283,7 +253,7 @@ def _named(command: str, part: Part) -> str:
     return command.replace(f"reproduce {ALL}", f"reproduce {part.name}")
 
 
-def _write(part: Part, found: Sequence[Found], place: _Place) -> None:
+def _write(part: Part, found: Sequence[Found], place: Place) -> None:
     files = write(part, found, place.out, pictures=place.with_pictures)
     if place.tell:
         print_tables(part.tables(found), files)
@@ -291,19 +261,19 @@ def _write(part: Part, found: Sequence[Found], place: _Place) -> None:
 
 def _full(
     parts: Sequence[Part],
-    place: _Place,
+    place: Place,
     asked: Asked,
     folder: Path | None,
     command: str,
 ) -> list[Found]:
     """List what the paper's rows need, and run those whose weights and images are here."""
     models = checkpoints(parts, folder)
-    for pictures_folder in (place.calib, place.evaluation):
-        if pictures_folder is not None:
+    for pictures_folder in place.given("classification"):
+        if pictures_folder is not None and parts[0].task != DETECTION:
             list_folder(pictures_folder)
     if place.tell:
-        print_tables([needs_table(parts, models, place.calib, place.evaluation)], [])
-    here = [part for part in parts if runnable(part, place.calib, place.evaluation)]
+        print_tables([needs_table(parts, models, place.given)], [])
+    here = [part for part in parts if runnable(part, place.given(part.task))]
     by_part: dict[str, list[Found]] = {part.name: [] for part in here}
     for one in models:
         own = [part for part in here if one.label in part.models]
@@ -320,8 +290,9 @@ def _full(
 
 
 def _checkpoint(
-    one: Checkpoint, parts: Sequence[Part], place: _Place, asked: Asked, command: str
+    one: Checkpoint, parts: Sequence[Part], place: Place, asked: Asked, command: str
 ) -> list[Found]:
     """The parts of one model of the paper, in a folder of its own."""
-    own = replace(place, out=place.out / one.label)
-    return _run(parts, load_alone(one.name, one.path), one.path, own, asked, command)
+    own = replace(place, out=place.out / one.label.replace(" ", "-"))
+    loaded = load(parts[0].task, one.name, one.path, own)
+    return _run(parts, loaded, one.path, own, asked, command)

@@ -10,6 +10,7 @@ from lampq.reproduce import (
     ablation,
     allocation,
     classification,
+    detection,
     errors,
     hyperparameters,
     metric,
@@ -26,6 +27,7 @@ PARTS: dict[str, Part] = {
     for part in (
         errors.PART,
         classification.PART,
+        detection.PART,
         ablation.PART,
         metric.PART,
         allocation.PART,

@@ -71,7 +71,7 @@ def compute(
     found: Found = {
         "reproduce_version": VERSION,
         "part": part.name,
-        "label": label_of(lab.loaded.source.name),
+        "label": label_of(lab.loaded.source),
         "model": lab.loaded.source.to_json(),
         "inputs": dict(inputs),
         "asked": lab.asked.to_json(),

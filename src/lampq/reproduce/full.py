@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lampq.config import make_config
 from lampq.errors import ConfigError
 from lampq.reproduce.part import Part
-from lampq.reproduce.published import MODELS
+from lampq.reproduce.published import DETECTORS, MODELS
 from lampq.reproduce.table import Cell, Column, Table
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
@@ -16,11 +17,16 @@ SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model of the paper: its name there, timm's name, and its weights if they are here."""
+    """A model of the paper: its name there, timm's name, its weights, and where they are here."""
 
     label: str
     name: str
+    weights: str
     path: Path | None
+
+
+# calibration and evaluation pictures of a task, None where they are not given
+Given = tuple[Path | None, Path | None]
 
 
 def checkpoints(parts: Sequence[Part], folder: Path | None) -> list[Checkpoint]:
@@ -28,9 +34,14 @@ def checkpoints(parts: Sequence[Part], folder: Path | None) -> list[Checkpoint]:
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"no folder of checkpoints {str(folder)!r}")
     wanted = {label for part in parts for label in part.models}
-    return [
-        Checkpoint(label, name, _local(name, folder) or _cached(name))
+    found = [
+        Checkpoint(label, name, f"timm/{name}", _local(name, folder) or _cached(name))
         for label, name in MODELS.items()
+        if label in wanted
+    ]
+    return found + [
+        Checkpoint(label, one.name, f"{one.file}.pth", _local(one.file, folder))
+        for label, one in DETECTORS.items()
         if label in wanted
     ]
 
@@ -53,9 +64,9 @@ def _cached(name: str) -> Path | None:
 
 
 def needs_table(
-    parts: Sequence[Part], found: Sequence[Checkpoint], calib: Path | None, evaluation: Path | None
+    parts: Sequence[Part], found: Sequence[Checkpoint], given: Callable[[str], Given]
 ) -> Table:
-    """What every table and figure needs, and what is there of it."""
+    """What every table and figure needs, and what is there of it; ``given`` for a task."""
     rows: list[tuple[Cell, ...]] = []
     rules = []
     for part in parts:
@@ -63,27 +74,36 @@ def needs_table(
         for one in found:
             if one.label in part.models:
                 here = "no" if one.path is None else str(one.path)
-                rows.append((part.name, part.place, one.label, f"timm/{one.name}", here))
-    names = {
-        True: sorted({part.images for part in parts if part.calibrated}),
-        False: sorted({part.images for part in parts if part.scored}),
-    }
-    notes = (
-        f"calibration images: 1,024 of the training images of {', '.join(names[True])}: "
-        f"{_given(calib, '--calib DIR')}",
-        f"evaluation images: the validation images of {', '.join(names[False])}: "
-        f"{_given(evaluation, '--eval DIR')}",
-    )
+                rows.append((part.name, part.place, one.label, one.weights, here))
+    notes = [
+        note
+        for task in dict.fromkeys(part.task for part in parts)
+        for note in _needed_images([part for part in parts if part.task == task], given(task))
+    ]
     columns = tuple(Column(name) for name in ("part", "paper", "model", "weights", "here"))
     caption = "What the paper's own rows need."
-    return Table("full", caption, columns, tuple(rows), tuple(rules), notes)
+    return Table("full", caption, columns, tuple(rows), tuple(rules), tuple(notes))
+
+
+def _needed_images(parts: Sequence[Part], given: Given) -> list[str]:
+    """The images that parts of one task need, and where they are."""
+    first = parts[0]
+    count = make_config({"preset": "paper", "task": first.task}).images
+    more = " with --{}-annotations FILE" if first.task == "detection" else ""
+    return [
+        f"calibration images: {count:,} of the training images of {first.images}: "
+        f"{_given(given[0], '--calib DIR' + more.format('calib'))}",
+        f"evaluation images: the validation images of {first.images}: "
+        f"{_given(given[1], '--eval DIR' + more.format('eval'))}",
+    ]
 
 
 def _given(folder: Path | None, flag: str) -> str:
     return f"not given ({flag})" if folder is None else str(folder)
 
 
-def runnable(part: Part, calib: Path | None, evaluation: Path | None) -> bool:
+def runnable(part: Part, given: Given) -> bool:
     """Whether the images that the part needs are given."""
+    calib, evaluation = given
     missing = (part.calibrated and calib is None) or (part.scored and evaluation is None)
     return not missing

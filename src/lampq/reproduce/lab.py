@@ -15,11 +15,11 @@ from torch import nn
 
 from lampq.artifact.states import StateFolder
 from lampq.compare import Trial, accuracy, by_sharing, check, make_trials, quantized
-from lampq.config import RunConfig
-from lampq.data import Preprocessing, Samples
+from lampq.config import TASKS, RunConfig
+from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError, LampqError
 from lampq.methods import FitCache
-from lampq.models import LoadedModel
+from lampq.models import FloatModel
 from lampq.pipeline import fit_cache, packed
 from lampq.progress import Journal, Progress
 from lampq.runfolder import score
@@ -31,6 +31,15 @@ Row = dict[str, Any]
 def top1_row(model: nn.Module, samples: Samples, progress: Progress, label: str) -> Row:
     """Accuracy of a classifier with its 95 % interval."""
     return accuracy(score(model, samples, progress, label))
+
+
+def said_of(row: Row) -> str:
+    """What became of a trial, in a few words."""
+    if "error" in row:
+        return str(row["error"])
+    if "box_ap" in row:
+        return f"box AP {row['box_ap']:.1f}, mask AP {row['mask_ap']:.1f}"
+    return f"{row['top1']:.2f} %" if "top1" in row else "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +75,9 @@ class Lab:
     Attributes:
         loaded: The float model.
         weights: Its weights file, if one was given.
-        how: How pictures are prepared.
+        how: How pictures are prepared; a detector takes them as they are.
         calibration: Gives the calibration images of a seed.
-        evaluation: The images that accuracies are measured on, or None.
+        evaluation: The images that scores are measured on, or None.
         asked: Options and widths.
         work: The folder of finished pieces.
         shared: Fits and measurements of the trials so far.
@@ -77,17 +86,17 @@ class Lab:
         score: The measures of a model on evaluation images, by name.
     """
 
-    loaded: LoadedModel
+    loaded: FloatModel
     weights: Path | None
-    how: Preprocessing
-    calibration: Callable[[int], Samples]
-    evaluation: Samples | None
+    how: Preprocessing | None
+    calibration: Callable[[int], Any]
+    evaluation: AnySamples | None
     asked: Asked
     work: Path
     shared: Shared
     journal: Journal
     progress: Callable[[], Progress]
-    score: Callable[[nn.Module, Samples, Progress, str], Row] = top1_row
+    score: Callable[[nn.Module, Any, Progress, str], Row] = top1_row
 
     @classmethod
     def open(cls, work: Path, **fields: Any) -> Lab:
@@ -108,8 +117,8 @@ class Lab:
         )
 
     @property
-    def scored(self) -> Samples:
-        """The evaluation images."""
+    def scored(self) -> Any:
+        """The evaluation images: Samples, or DetectionSamples."""
         if self.evaluation is None:
             raise ConfigError("accuracies need evaluation pictures: give --eval DIR")
         return self.evaluation
@@ -121,14 +130,15 @@ class Lab:
     def trial(self, plan: str, bits: float, changes: Mapping[str, Any] | None = None) -> Trial:
         """A way to find the widths at a budget; ``changes`` are options of this trial alone."""
         options = {**self.asked.options, **(changes or {})}
-        (trial,) = make_trials(options, plans=(plan,), bits=(bits,))
+        (trial,) = make_trials(options, plans=(plan,), bits=(bits,), tasks=TASKS)
         return trial
 
     def run(self, trials: Mapping[str, Trial]) -> dict[str, Row]:
         """The row of every trial by its name, each computed once; a failed one has its error.
 
         A row has the scores, if there are evaluation images, and the widths of all layers, the
-        details of the metric, and the accuracy on calibration images.
+        details of the metric, and the accuracy on calibration images (of a detector, what accepts
+        plans).
         """
         check(self.loaded, tuple(trials.values()))
         names = {id(trial): name for name, trial in trials.items()}
@@ -141,9 +151,7 @@ class Lab:
                 )
             except LampqError as error:
                 rows[name] = {"error": str(error)}
-            found = rows[name].get("top1")
-            said = rows[name].get("error") or ("done" if found is None else f"{found:.2f} %")
-            self.progress().note(f"  {name}: {said}")
+            self.progress().note(f"  {name}: {said_of(rows[name])}")
         errors = [row["error"] for row in rows.values() if "error" in row]
         if errors and len(errors) == len(rows):
             raise ConfigError(f"every trial failed, the first because {errors[0]}")
@@ -171,7 +179,9 @@ class Lab:
                 packed(result.model, self.loaded.source, result.plan, config, self.how)
             ),
             "details": {} if result.sensitivity is None else dict(result.sensitivity.details),
-            "calibration": result.calibration["mixed"].signal("accuracy"),
+            "calibration": result.calibration["mixed"].signal(
+                "accuracy" if config.task == "classification" else config.accept
+            ),
             "exchanges": [sum(step.accepted for step in result.steps), len(result.steps)],
             "notices": list(result.notices),
             "seconds": perf_counter() - start,

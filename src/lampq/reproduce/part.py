@@ -44,6 +44,7 @@ class Part:
         calibrated: Whether it needs calibration images.
         joined: Whether several models make one table.
         images: What the paper's own rows are measured on.
+        task: What its models are for.
     """
 
     name: str
@@ -59,3 +60,4 @@ class Part:
     calibrated: bool = True
     joined: bool = False
     images: str = "ImageNet (ILSVRC 2012)"
+    task: str = "classification"

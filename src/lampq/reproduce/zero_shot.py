@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from lampq.errors import ConfigError
+from lampq.models import LoadedModel
 from lampq.reproduce.lab import Lab, Row
 from lampq.reproduce.part import Found, Part
 from lampq.reproduce.published import ZERO_SHOT
@@ -27,6 +28,9 @@ FOLDER = "pictures"
 
 def compute(lab: Lab) -> Found:
     """Rows of the float model and of every method with 4 and 8 bits for weights, 8 for inputs."""
+    loaded, how = lab.loaded, lab.how
+    assert isinstance(loaded, LoadedModel), "only classifiers get here"
+    assert how is not None, "classifiers have it"
     methods = wanted(METHODS, lab.asked.rows)
     given = lab.bits(4, INPUT_BITS)
     if any(bits != int(bits) for bits in given):
@@ -35,8 +39,8 @@ def compute(lab: Lab) -> Found:
     images = min(PICTURES, int(lab.asked.options["images"]))
     synthesis = Synthesis(images, "psaq", lab.asked.synthesis_steps, min(32, images), seed)
     folder = lab.work / FOLDER / f"{seed} {images} {synthesis.steps}"
-    about = make_folder(lab.loaded, lab.weights, lab.how, synthesis, folder, lab.progress())
-    samples = read_made(folder, lab.loaded.source, lab.how)
+    about = make_folder(loaded, lab.weights, how, synthesis, folder, lab.progress())
+    samples = read_made(folder, loaded.source, how)
     made = lab.on(f"zero-shot {seed} {images} {synthesis.steps}", samples)
     rows: list[Row] = []
     for bits in given:
