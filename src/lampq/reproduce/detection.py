@@ -40,7 +40,7 @@ BOX, MASK = Measure("box_ap", "AP box", form=".1f"), Measure("mask_ap", "AP mask
 NOTES = (
     "AP in percent over overlaps of 0.5 to 0.95, as COCO defines it.",
     "The paper also has QDrop and PD-Quant, which train the model; lampq trains classifiers only.",
-    "It has no rows at 3 bits here.",
+    "The paper has no detectors at 3 bits.",
 )
 
 
