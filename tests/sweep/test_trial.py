@@ -33,7 +33,7 @@ WORK = (
     (lampq.pipeline, "collect"),
     (lampq.metrics.fisher, "fisher_traces"),
     (lampq.metrics.fisher, "quantized_trace"),
-    (lampq.runfolder, "score"),
+    (lampq.runfolder, "_scored"),
 )
 
 
@@ -115,8 +115,8 @@ def test_a_trial_that_differs_in_gamma_alone_repeats_no_work(
     ]
     assert twice == []
     # fp32, uniform and mixed; then the mixed plan alone, if it is another
-    assert done["score"] == 3
-    assert again["score"] <= 1
+    assert done["_scored"] == 3
+    assert again["_scored"] <= 1
 
 
 @pytest.mark.slow
