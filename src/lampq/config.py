@@ -104,6 +104,7 @@ class RunConfig:
     lr_weights: float | None = None
     lr_scales: float | None = None
     lr_affine: float | None = None
+    train_precision: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("bits", "gamma", "mu", "ridge", "lr_weights", "lr_scales", "lr_affine"):

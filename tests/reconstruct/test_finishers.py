@@ -17,8 +17,9 @@ from lampq.reconstruct import FINISHERS as RECIPES
 from lampq.reconstruct import BlockRecipe, Distill, Finish, Finisher, Rates
 from lampq.reconstruct import feed as feeds
 from lampq.reconstruct.blocks import fisher_weights, tail
-from lampq.reconstruct.distill import mixed, shown
+from lampq.reconstruct.distill import mixed, position_counts, shown
 from lampq.reconstruct.feed import Feed, room
+from lampq.reconstruct.precision import fast_bfloat16
 from lampq.reconstruct.trainable import trainable
 from lampq.types import LayerRole
 
@@ -232,9 +233,9 @@ def test_mixed_pictures_are_blends_of_two_or_have_a_part_of_the_other() -> None:
     assert min(blended, patched, whole) > 10
 
 
-@pytest.mark.parametrize("features", [0.0, 2.0])
-def test_the_loss_is_divergence_and_relative_error_of_the_blocks(
-    case: Case, features: float
+@pytest.mark.parametrize("answers", [0.0, 2.0])
+def test_the_loss_is_the_error_that_the_next_norm_shows_and_the_divergence(
+    case: Case, answers: float
 ) -> None:
     torch.manual_seed(0)
     job = job_of(case)
@@ -247,13 +248,70 @@ def test_the_loss_is_divergence_and_relative_error_of_the_blocks(
         recording_outputs(model, blocks) as found,
     ):
         expected = divergence(model(images), job.model(images))
-    errors = [
-        float((found[name] - wanted[name]).square().mean())
-        / float(wanted[name].flatten(0, -2).var(dim=0, correction=0).mean())
-        for name in blocks
+    counts = {name: torch.rand(wanted[name].shape[1:-1]) for name in blocks}
+    errors = []
+    for name in blocks:
+        one, other = (
+            (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+            for x in (found[name], wanted[name])
+        )
+        errors.append(float(((one - other).square().mean(-1) * counts[name]).mean()))
+    loss = Distill(answers=answers, precision="float32")._loss(job, model, images, counts)
+    assert loss.item() == pytest.approx(answers * expected + sum(errors) / len(errors), rel=1e-3)
+
+
+def test_positions_count_by_the_fisher_information_as_far_as_asked(case: Case) -> None:
+    job = job_of(case)
+    even, focused = (
+        position_counts(job.model, job.graph.blocks, job.samples, 0, focus) for focus in (0.0, 0.5)
+    )
+    assert set(focused) == set(job.graph.blocks)
+    for name, counts in focused.items():
+        assert torch.equal(even[name], torch.ones_like(counts))
+        assert counts.mean().item() == pytest.approx(1.0, abs=1e-4)
+        assert float(counts.min()) >= 0.5
+
+
+def test_the_class_token_counts_most_behind_the_last_block(vit: Case) -> None:
+    job = job_of(vit)
+    counts = position_counts(job.model, job.graph.blocks, job.samples, 0, 0.2)
+    last = counts[job.graph.blocks[-1]]
+    # the others are not read by anything, but for the tenth that Fisher weights are even
+    assert int(last.argmax()) == 0
+    assert float(last[0]) > 0.15 * len(last)
+
+
+def test_distillation_leaves_edges_alone(case: Case) -> None:
+    torch.manual_seed(0)
+    job = job_of(case)
+    after = Distill(Rates(1e-1, 1e-1, 1e-1), iterations=3, batch=4, start=None)(job)
+    before = assemble(job.model, job.layers, job.sites)
+    changed = {
+        name
+        for name, value in before.state_dict().items()
+        # a scale goes through its logarithm and back
+        if not torch.allclose(value.float(), after.state_dict()[name].float(), rtol=1e-5, atol=0)
+    }
+    edges = [x.name for x in job.graph.layers if x.role in (LayerRole.PATCH_EMBED, LayerRole.HEAD)]
+    assert not [name for name in changed if name.startswith(tuple(edges))]
+    for block in job.graph.blocks:
+        assert any(name.startswith(f"{block}.") for name in changed), block
+
+
+@pytest.mark.skipif(not fast_bfloat16(), reason="the processor has no bfloat16 of its own")
+@pytest.mark.parametrize("name", ["distill", "qdrop"])
+def test_training_in_bfloat16_ends_about_where_training_in_float32_does(
+    vit: Case, name: str
+) -> None:
+    torch.manual_seed(0)
+    job = job_of(vit)
+    gaps = [
+        gap(job, replace(FINISHERS[name], precision=precision)(job))  # type: ignore[type-var]
+        for precision in ("bfloat16", "float32")
     ]
-    loss = Distill(features=features)._loss(job, model, images)
-    assert loss.item() == pytest.approx(expected + features * sum(errors) / len(errors), rel=1e-3)
+    before = gap(job, assemble(job.model, job.layers, job.sites))
+    assert max(gaps) < before
+    assert abs(gaps[0] - gaps[1]) < 0.3 * before
 
 
 def test_every_picture_is_shown_once_before_any_is_shown_again(vit: Case) -> None:

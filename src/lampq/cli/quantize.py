@@ -276,6 +276,12 @@ def quantize_command(
     lr_affine: Annotated[
         float | None, typer.Option(help="of biases and norms", rich_help_panel=RECONSTRUCTION)
     ] = None,
+    train_precision: Annotated[
+        str | None,
+        typer.Option(
+            help="of training passes: auto, float32 or bfloat16", rich_help_panel=RECONSTRUCTION
+        ),
+    ] = None,
     zero_shot: Annotated[
         bool,
         typer.Option(

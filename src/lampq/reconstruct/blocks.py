@@ -24,6 +24,7 @@ from lampq.passes import backward
 from lampq.quant.modules import replace_module
 from lampq.reconstruct.base import Finish, Rates, follow_cosine, roundness
 from lampq.reconstruct.feed import Feed
+from lampq.reconstruct.precision import Precision, computing
 from lampq.reconstruct.trainable import Rounding, fitted, quantizers, trainable
 
 WARM_UP = 0.2
@@ -54,6 +55,7 @@ class BlockRecipe:
     pull: float = 0.01
     iterations: int = 1000
     batch: int = 32
+    precision: Precision = "auto"
 
     def __call__(self, job: Finish) -> nn.Module:
         """The model with every block reconstructed, in order."""
@@ -97,7 +99,9 @@ class BlockRecipe:
             index = torch.randint(len(feed.inputs), (min(self.batch, len(feed.inputs)),))
             follow_cosine(optimizer, step / self.iterations)
             optimizer.zero_grad(set_to_none=True)
-            self._loss(job, feed, index, weight, rest, step / self.iterations).backward()  # type: ignore[no-untyped-call]
+            with computing(self.precision):
+                loss = self._loss(job, feed, index, weight, rest, step / self.iterations)
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         for quantizer in quantizers(block):
             quantizer.drop = 0.0
@@ -139,8 +143,8 @@ class BlockRecipe:
 
 def softened(logits: Tensor, reference: Tensor, temperature: float) -> Tensor:
     """Mean KL divergence of softened distributions."""
-    log_p = (reference / temperature).log_softmax(dim=1)
-    log_q = (logits / temperature).log_softmax(dim=1)
+    log_p = (reference.float() / temperature).log_softmax(dim=1)
+    log_q = (logits.float() / temperature).log_softmax(dim=1)
     return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
 
 

@@ -14,6 +14,7 @@ from lampq.reconstruct.align import Align
 from lampq.reconstruct.base import Rates
 from lampq.reconstruct.blocks import BlockRecipe
 from lampq.reconstruct.distill import Distill
+from lampq.reconstruct.precision import Precision
 
 PUBLISHED_STEPS = 20_000
 STEPS = 500
@@ -39,10 +40,13 @@ def _published(rates: Rates, **traits: Any) -> Callable[..., BlockRecipe]:
         lr_weights: float | None = None,
         lr_scales: float | None = None,
         lr_affine: float | None = None,
+        train_precision: Precision = "auto",
     ) -> BlockRecipe:
         steps = iterations or STEPS
         own = _rates(rates, steps, lr_weights, lr_scales, lr_affine)
-        return BlockRecipe("nearest two", own, iterations=steps, **traits)
+        return BlockRecipe(
+            "nearest two", own, iterations=steps, precision=train_precision, **traits
+        )
 
     return recipe
 
@@ -67,6 +71,7 @@ def distill(
     lr_scales: float | None = None,
     lr_affine: float | None = None,
     ridge: float | None = None,
+    train_precision: Precision = "auto",
 ) -> Distill:
     """Ours: alignment, then the whole model at once."""
     own = Distill()
@@ -78,4 +83,5 @@ def distill(
             own.rates.affine if lr_affine is None else lr_affine,
         ),
         iterations=iterations or own.iterations,
+        precision=train_precision,
     )

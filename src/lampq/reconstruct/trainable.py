@@ -60,7 +60,8 @@ class TrainableQuantizer(nn.Module):
             self.log_scale = nn.Parameter(quantizer.clip.log())
 
     def forward(self, x: Tensor) -> Tensor:
-        """X rounded, or partly so."""
+        """X rounded, or partly so; in single precision, as codes may lie close together."""
+        x = x.float()
         rounded = self._rounded(x)
         if not self.drop:
             return rounded
