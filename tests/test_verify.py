@@ -74,7 +74,8 @@ def test_every_site_of_a_good_graph_is_right(
     found = verified(model, onnx_model(model), runtime, case)
     assert 0 < found.error <= 1e-6
     assert found.float_error <= 1e-6
-    assert 0 < found.block_error <= 1e-6
+    # zero where more than half of the values are those of torch to the last digit
+    assert found.block_error <= 1e-6
     layers = [n for n, m in model.named_modules() if isinstance(m, QuantLayer)]
     assert sorted((*found.integer, *found.floating)) == sorted(layers)
     behind_gelu = {n for n in layers if n.endswith("fc2")}

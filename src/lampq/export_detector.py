@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from lampq.pieces import level_names
 from lampq.progress import Progress
 from lampq.runtime import SESSIONS
 from lampq.runtime.base import Session
-from lampq.verify import verify_parts, version_of
+from lampq.verify import PartsVerification, verify_parts
 from lampq.version import __version__
 
 if TYPE_CHECKING:
@@ -35,29 +35,16 @@ IMAGES = 8
 TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class PyramidCheck:
-    """What was found in one runtime.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PyramidVerification(PartsVerification):
+    """What was found of a pyramid.
 
-    The first fields are those of a ``Verification``. ``difference`` is the mean difference of the
-    levels from torch in deviations of a level, the largest of all levels; ``own_difference`` is
-    that of torch in double precision.
+    ``difference`` is the mean difference of the levels from torch in deviations of a level, the
+    largest of all levels; ``own_difference`` is that of torch in double precision.
     """
 
-    runtime: str
-    version: str
-    error: float
-    float_error: float
-    block_error: float
-    integer: tuple[str, ...]
-    floating: tuple[str, ...]
     difference: float
     own_difference: float
-    images: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields, with the number of integer layers instead of their names."""
-        return {**asdict(self), "integer": len(self.integer), "floating": list(self.floating)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +54,7 @@ class PyramidExport:
     path: Path
     bytes: int
     size: tuple[int, int]
-    verified: tuple[PyramidCheck, ...]
+    verified: tuple[PyramidVerification, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The fields, ready for a file."""
@@ -155,7 +142,7 @@ def _verified(
     samples: Samples,
     any_cpu: bool,
     progress: Progress,
-) -> PyramidCheck:
+) -> PyramidVerification:
     session: Session = SESSIONS[runtime](content)
     parts = verify_parts(model, content, session, samples, any_cpu=any_cpu)
     double = copy.deepcopy(model).double()
@@ -181,5 +168,6 @@ def _verified(
             f"{runtime} differs from torch by {worst['runtime']:.2g} deviations of a level, more "
             f"than {allowed:.2g}; torch in double precision differs by {worst['torch']:.2g}"
         )
-    version = version_of(runtime)
-    return PyramidCheck(runtime, version, *parts, worst["runtime"], worst["torch"], len(samples))
+    return PyramidVerification(
+        *astuple(parts), difference=worst["runtime"], own_difference=worst["torch"]
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -58,15 +58,14 @@ MARGIN = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
-    """What was found in one runtime.
+class PartsVerification:
+    """What was found of the parts of a graph in one runtime.
 
     ``error`` is the largest of any layer on integer kernels, in ranges of its output, and
     ``float_error`` that of what is in float. ``block_error`` is the largest median error of a piece
     of the file, likewise.
     ``integer`` are the layers on integer kernels, ``floating`` those meant to be in float.
-    ``agreement`` is the percentage of images with the answer of the torch model, ``own_agreement``
-    that of torch with itself in double precision; None where it was not needed.
+    ``images`` is the number of samples.
     """
 
     runtime: str
@@ -76,14 +75,23 @@ class Verification:
     block_error: float
     integer: tuple[str, ...]
     floating: tuple[str, ...]
-    agreement: float
-    own_agreement: float | None
     images: int
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, with numbers of layers instead of their names."""
-        counts = {"integer": len(self.integer), "floating": list(self.floating)}
-        return {**asdict(self), **counts}
+        """The fields, with the number of integer layers instead of their names."""
+        return {**asdict(self), "integer": len(self.integer), "floating": list(self.floating)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification(PartsVerification):
+    """What was found of a classifier.
+
+    ``agreement`` is the percentage of images with the answer of the torch model, ``own_agreement``
+    that of torch with itself in double precision; None where it was not needed.
+    """
+
+    agreement: float
+    own_agreement: float | None
 
 
 def verify(
@@ -102,7 +110,7 @@ def verify(
     """
     progress = progress or Progress()
     session = SESSIONS[runtime](content)
-    parts_found = verify_parts(model, content, session, samples, any_cpu=any_cpu)
+    found = verify_parts(model, content, session, samples, any_cpu=any_cpu)
     # some one by one: a runtime may have another form for a single image
     single = [slice(i, i + 1) for i in range(min(SINGLE, len(samples)))]
     parts = single + [slice(i, i + BATCH) for i in range(len(single), len(samples), BATCH)]
@@ -118,13 +126,13 @@ def verify(
                 f"than {AGREEMENT:g} % and less than torch with itself in double precision "
                 f"({own:.2f} %)"
             )
-    return Verification(runtime, version_of(runtime), *parts_found, agreement, own, len(samples))
+    return Verification(*astuple(found), agreement=agreement, own_agreement=own)
 
 
 def verify_parts(
     model: nn.Module, content: bytes, session: Session, samples: Samples, *, any_cpu: bool
-) -> tuple[float, float, float, tuple[str, ...], tuple[str, ...]]:
-    """Every site alone, and the file in pieces: the errors and layers of a ``Verification``.
+) -> PartsVerification:
+    """Every site alone, and the file in pieces.
 
     Raises an ExportError that names what is not as it should be.
     """
@@ -149,12 +157,15 @@ def verify_parts(
         for name, layer in model.named_modules()
         if isinstance(layer, QuantLayer) and name not in integer
     )
-    return (
+    return PartsVerification(
+        runtime,
+        version_of(runtime),
         max((errors[name][0] for name in integer), default=0.0),
         max((error for name, (error, _) in errors.items() if name not in integer), default=0.0),
         block_error,
         integer,
         floating,
+        len(samples),
     )
 
 

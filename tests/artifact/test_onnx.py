@@ -366,12 +366,8 @@ def test_tokens_without_a_range_stay_finite_in_every_runtime(runtime: str) -> No
     assert_same(layer_of(4, grid), (x,), runtime)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("inputs", [None, 8, 4])
-def test_a_patch_embedding_gives_what_torch_gives(inputs: int | None, runtime: str) -> None:
-    grid = None if inputs is None else uniform(inputs)
-    linear = layer_of(4, grid, "whole", (12, 32))
-    conv = nn.Conv2d(2, 12, 4, stride=4)
+def embedding_of(linear: QuantLinear) -> QuantConv2d:
+    """The layer on patches of 4 x 4 pixels instead of tokens."""
     fit = LayerFit(
         linear.spec,
         linear.bits,
@@ -379,9 +375,32 @@ def test_a_patch_embedding_gives_what_torch_gives(inputs: int | None, runtime: s
         linear.bias,
         linear.weight_quantizer,
         linear.input_quantizer,
+        output_quantizer=linear.output_quantizer,
     )
+    rows, columns = linear.codes.shape
+    return QuantConv2d(fit, nn.Conv2d(columns // 16, rows, 4, stride=4))
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("inputs", [None, 8, 4])
+def test_a_patch_embedding_gives_what_torch_gives(inputs: int | None, runtime: str) -> None:
+    grid = None if inputs is None else uniform(inputs)
+    layer = embedding_of(layer_of(4, grid, "whole", (12, 32)))
     images = tokens(grid, (3, 2, 8, 12), -1.0, 2.0)
-    assert_same(QuantConv2d(fit, conv), (images,), runtime)
+    assert_same(layer, (images,), runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(("inputs", "zero"), [(8, 133), (8, 132), (4, 7), (8, 100.5), (8, -3)])
+def test_pixels_on_the_border_between_two_codes_take_the_code_of_torch(
+    inputs: int, zero: float, runtime: str
+) -> None:
+    # a step that is a power of two: every border is a number of its own, and no runtime rounds it
+    grid = UniformQuantizer(inputs, torch.tensor(2.0**-6), torch.tensor(float(zero)))
+    layer = embedding_of(layer_of(4, grid, "whole", (12, 16)))
+    borders = torch.arange(2**inputs).float() + 0.5 - zero
+    images = (borders * grid.scale).repeat(256 // len(borders)).view(1, 1, 16, 16)
+    assert_same(layer, (images,), runtime)
 
 
 def kinds(graph: Any) -> set[str]:
@@ -442,17 +461,7 @@ def test_the_output_of_a_patch_embedding_is_quantized(inputs: int | None, runtim
     images = tokens(grid, (3, 2, 8, 12), -1.0, 2.0)
 
     def embedding(outputs: Quantizer | None) -> QuantConv2d:
-        linear = layer_of(4, grid, "whole", (12, 32), output=outputs)
-        fit = LayerFit(
-            linear.spec,
-            linear.bits,
-            linear.codes,
-            linear.bias,
-            linear.weight_quantizer,
-            linear.input_quantizer,
-            output_quantizer=linear.output_quantizer,
-        )
-        return QuantConv2d(fit, nn.Conv2d(2, 12, 4, stride=4))
+        return embedding_of(layer_of(4, grid, "whole", (12, 32), output=outputs))
 
     opened = embedding(None)(images).flatten(2).transpose(1, 2)
     assert_same_codes(embedding(output), opened, output, (images,), runtime)

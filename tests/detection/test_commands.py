@@ -74,6 +74,12 @@ def test_the_page_shows_box_ap(run: Path) -> None:
     assert '"fp32 mask"' in text
 
 
+def test_the_page_names_no_command_that_refuses_detectors(run: Path) -> None:
+    text = (run / "report.html").read_text()
+    assert "Detectors are not timed" in text
+    assert "lampq bench" not in text
+
+
 def test_eval_gives_the_scores_of_the_report(run: Path, data: Path) -> None:
     pictures = ("--data", data / "coco/images", "--annotations", data / "coco/annotations.json")
     found = Outcome("eval", run / "model.safetensors", *pictures, "--json")

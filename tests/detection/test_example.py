@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import lampq
 from lampq.detection.ap import average_precision, detect
 from lampq.detection.scenes import NAMES, bundled_scenes
 from lampq.detection.weights import load_detector
+from lampq.export_detector import export_pyramid
 
 pytest.importorskip("faster_coco_eval")
 
@@ -29,3 +31,26 @@ def test_the_example_detector_is_trained() -> None:
 
 def test_the_example_detector_is_small() -> None:
     assert WEIGHTS.stat().st_size < 8e6
+
+
+def test_the_example_detector_is_exported(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    scenes = bundled_scenes("calib", 4)
+    result = lampq.quantize(
+        load_detector("scene_swin", WEIGHTS),
+        scenes,
+        bits=4,
+        choices=(4,),
+        method="minmax",
+        metric="recon",
+        exchanges=0,
+    )
+    result.save(tmp_path / "model.safetensors")
+    found = export_pyramid(
+        tmp_path / "model.safetensors",
+        tmp_path / "model.onnx",
+        scenes,
+        runtimes=("onnxruntime",),
+    )
+    assert [one.runtime for one in found.verified] == ["onnxruntime"]
+    assert (tmp_path / "model.onnx").is_file()

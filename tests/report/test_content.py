@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,13 @@ def test_a_given_plan_has_no_costs_no_curve_and_no_sensitivity() -> None:
     assert content["plans"]["run"]["cost"] is None
     absent = {name: content[name] for name in ("frontier", "sensitivity", "probes", "histograms")}
     assert set(absent.values()) == {None}
+
+
+@pytest.mark.parametrize(("kind", "named"), [("timm", "lampq bench"), ("detector", "lampq export")])
+def test_the_command_that_is_named_for_speed_takes_the_model(kind: str, named: str) -> None:
+    model = {"kind": kind, "name": "Tiny", "options": {}}
+    said = page_content(files(model=model))["unmeasured_speed"]
+    assert set(re.findall("lampq [a-z]+", said)) == {named}
 
 
 def test_scores_have_their_interval() -> None:

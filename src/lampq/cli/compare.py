@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from lampq import compare
-from lampq.cli import app, fail, guarded
+from lampq.cli import app, arguments, fail, guarded
 from lampq.config import make_config, read_toml
 from lampq.data import Samples
 from lampq.errors import ConfigError
@@ -28,9 +28,9 @@ from lampq.typed import names, numbers, preprocessing_with
 @guarded
 def compare_command(
     model: Annotated[str, typer.Argument(help="a timm name, or a bundled one")] = DEFAULT_MODEL,
-    weights: Annotated[Path | None, typer.Option(help=".safetensors or .pth state dict")] = None,
-    calib: Annotated[Path | None, typer.Option(help="calibration pictures")] = None,
-    evaluation: Annotated[Path | None, typer.Option("--eval", help="evaluation pictures")] = None,
+    weights: arguments.Weights = None,
+    calib: arguments.Calib = None,
+    evaluation: arguments.Evaluation = None,
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("runs/compare"),
     methods: Annotated[str | None, typer.Option(help="base methods: adalog,repq")] = None,
     plans: Annotated[
@@ -42,14 +42,14 @@ def compare_command(
     ] = None,
     seeds: Annotated[str | None, typer.Option("--seeds", "--seed", help="seeds: 0,1,2")] = None,
     preset: Annotated[str | None, typer.Option(help="best or paper")] = None,
-    images: Annotated[int | None, typer.Option(help="calibration images to use")] = None,
+    images: arguments.Images = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of common options")] = None,
-    mean: Annotated[str | None, typer.Option(help="pixel mean, one or three numbers")] = None,
-    std: Annotated[str | None, typer.Option(help="pixel deviation")] = None,
-    crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue in --out")] = False,
+    mean: arguments.Mean = None,
+    std: arguments.Std = None,
+    crop_pct: arguments.CropPct = None,
+    resume: arguments.Resume = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
+    quiet: arguments.Quiet = False,
 ) -> None:
     """Run every combination of methods, plans and widths and write one table."""
     given: dict[str, Any] = {"preset": preset, "images": images}

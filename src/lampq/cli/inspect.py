@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lampq.artifact.checkpoint import Header, load_checkpoint, read_checkpoint
 from lampq.artifact.onnx.file import read_onnx
-from lampq.cli import app, guarded
+from lampq.cli import app, arguments, guarded
 from lampq.cli.jobs import coco_samples
 from lampq.data import list_folder
 from lampq.errors import ConfigError
@@ -44,8 +44,8 @@ def eval_command(
     images: Annotated[int | None, typer.Option(help="how many pictures to score")] = None,
     seed: Annotated[int, typer.Option(help="seed of the choice of pictures")] = 0,
     mean: Annotated[str | None, typer.Option(help="pixel mean")] = None,
-    std: Annotated[str | None, typer.Option(help="pixel deviation")] = None,
-    crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
+    std: arguments.Std = None,
+    crop_pct: arguments.CropPct = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress")] = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lampq.cli import app, guarded
+from lampq.cli import app, arguments, guarded
 from lampq.cli.jobs import Places, Wanted, classifier_job, detector_job
 from lampq.cli.zero_shot import calibration_source
 from lampq.config import RunConfig, make_config, read_toml
@@ -38,15 +38,11 @@ def quantize_command(
         str, typer.Argument(help="a timm name, a bundled one, or a TOML file that names it")
     ] = DEFAULT_MODEL,
     task: Annotated[str | None, typer.Option(help="classification or detection")] = None,
-    weights: Annotated[Path | None, typer.Option(help=".safetensors or .pth state dict")] = None,
-    calib: Annotated[Path | None, typer.Option(help="calibration pictures")] = None,
-    calib_annotations: Annotated[
-        Path | None, typer.Option(help="COCO file of what is in them (detection)")
-    ] = None,
-    evaluation: Annotated[Path | None, typer.Option("--eval", help="evaluation pictures")] = None,
-    eval_annotations: Annotated[
-        Path | None, typer.Option(help="COCO file of what is in them (detection)")
-    ] = None,
+    weights: arguments.Weights = None,
+    calib: arguments.Calib = None,
+    calib_annotations: arguments.CalibAnnotations = None,
+    evaluation: arguments.Evaluation = None,
+    eval_annotations: arguments.EvalAnnotations = None,
     out: Annotated[
         Path | None, typer.Option(help="run folder to write, default: runs/lampq")
     ] = None,
@@ -70,11 +66,11 @@ def quantize_command(
     ] = None,
     preset: Annotated[str | None, typer.Option(help="best or paper")] = None,
     plan: Annotated[Path | None, typer.Option(help="plan.json to use instead of a search")] = None,
-    images: Annotated[int | None, typer.Option(help="calibration images to use")] = None,
-    seed: Annotated[int | None, typer.Option(help="seed of every random draw")] = None,
-    mean: Annotated[str | None, typer.Option(help="pixel mean, one or three numbers")] = None,
-    std: Annotated[str | None, typer.Option(help="pixel deviation")] = None,
-    crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
+    images: arguments.Images = None,
+    seed: arguments.Seed = None,
+    mean: arguments.Mean = None,
+    std: arguments.Std = None,
+    crop_pct: arguments.CropPct = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of options")] = None,
     method: Annotated[
         str | None,
@@ -307,9 +303,9 @@ def quantize_command(
         int | None,
         typer.Option(help="pictures made at a time, default: 32", rich_help_panel=ZERO_SHOT),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue in --out")] = False,
+    resume: arguments.Resume = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
+    quiet: arguments.Quiet = False,
 ) -> None:
     """Find the width of every layer within a budget and write the quantized model."""
     flags = dict(locals())

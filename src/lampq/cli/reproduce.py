@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lampq.cli import app, guarded
+from lampq.cli import app, arguments, guarded
 from lampq.cli.jobs import detector_table
 from lampq.cli.labs import (
     DETECTION,
@@ -54,21 +54,17 @@ def reproduce_command(
     model: Annotated[
         str, typer.Argument(help="a timm name, or a bundled one; a detector")
     ] = DEFAULT_MODEL,
-    weights: Annotated[Path | None, typer.Option(help=".safetensors or .pth state dict")] = None,
-    calib: Annotated[Path | None, typer.Option(help="calibration pictures")] = None,
-    calib_annotations: Annotated[
-        Path | None, typer.Option(help="COCO file of what is in them (detection)")
-    ] = None,
-    evaluation: Annotated[Path | None, typer.Option("--eval", help="evaluation pictures")] = None,
-    eval_annotations: Annotated[
-        Path | None, typer.Option(help="COCO file of what is in them (detection)")
-    ] = None,
+    weights: arguments.Weights = None,
+    calib: arguments.Calib = None,
+    calib_annotations: arguments.CalibAnnotations = None,
+    evaluation: arguments.Evaluation = None,
+    eval_annotations: arguments.EvalAnnotations = None,
     out: Annotated[Path, typer.Option(help="folder to write, or to go on in")] = Path(
         "runs/reproduce"
     ),
     bits: Annotated[str | None, typer.Option(help="widths instead of the paper's: 4,3")] = None,
     rows: Annotated[str | None, typer.Option(help="methods of a table: adalog,lampq")] = None,
-    images: Annotated[int | None, typer.Option(help="calibration images to use")] = None,
+    images: arguments.Images = None,
     eval_images: Annotated[int | None, typer.Option(help="evaluation images to use")] = None,
     iterations: Annotated[
         int | None, typer.Option(help="training steps a block of QDrop and PD-Quant")
@@ -77,11 +73,11 @@ def reproduce_command(
         int | None, typer.Option(help="steps of a batch of zero-shot pictures")
     ] = None,
     preset: Annotated[str | None, typer.Option(help="paper (the default) or best")] = None,
-    seed: Annotated[int | None, typer.Option(help="seed of every random draw")] = None,
+    seed: arguments.Seed = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of common options")] = None,
-    mean: Annotated[str | None, typer.Option(help="pixel mean, one or three numbers")] = None,
-    std: Annotated[str | None, typer.Option(help="pixel deviation")] = None,
-    crop_pct: Annotated[float | None, typer.Option(help="crop / resized edge")] = None,
+    mean: arguments.Mean = None,
+    std: arguments.Std = None,
+    crop_pct: arguments.CropPct = None,
     with_pictures: Annotated[
         bool, typer.Option("--pictures/--no-pictures", help="draw them, with matplotlib")
     ] = True,
@@ -92,7 +88,7 @@ def reproduce_command(
         Path | None, typer.Option("--checkpoints", help="folder of weights, for --full")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
+    quiet: arguments.Quiet = False,
 ) -> None:
     """Make a table or figure of the paper on any model; without a name, list them."""
     if name is None and not full:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from lampq import sweep
-from lampq.cli import app, fail, guarded
+from lampq.cli import app, arguments, fail, guarded
 from lampq.errors import ConfigError
 from lampq.report.table import Row
 from lampq.sweep.results import SCORES, cells, remarks, varied_columns
@@ -49,7 +49,7 @@ def sweep_command(
         bool, typer.Option("--dry-run", help="check and list the trials, run none")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print rows as JSON")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
+    quiet: arguments.Quiet = False,
 ) -> None:
     """Run the trials of a file over grids and lists of options, or look at finished ones."""
     if by not in SCORES:

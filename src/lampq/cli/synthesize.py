@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lampq.cli import app, guarded
+from lampq.cli import app, arguments, guarded
 from lampq.models import DEFAULT_MODEL, load_model
 from lampq.terminal import TerminalProgress
 from lampq.typed import preprocessing_with
@@ -30,7 +30,7 @@ from lampq.zero_shot import (
 @guarded
 def synthesize_command(
     model: Annotated[str, typer.Argument(help="a timm name, or a bundled one")] = DEFAULT_MODEL,
-    weights: Annotated[Path | None, typer.Option(help=".safetensors or .pth state dict")] = None,
+    weights: arguments.Weights = None,
     images: Annotated[int, typer.Option(help="how many pictures")] = DEFAULT_IMAGES,
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("runs/synthetic"),
     recipe: Annotated[str, typer.Option(help=" or ".join(RECIPES))] = DEFAULT_RECIPE,
@@ -39,9 +39,9 @@ def synthesize_command(
     ] = None,
     batch: Annotated[int, typer.Option(help="pictures at a time; memory grows with it")] = 32,
     seed: Annotated[int, typer.Option(help="seed of every random draw")] = 0,
-    mean: Annotated[str | None, typer.Option(help="pixel mean, one or three numbers")] = None,
-    std: Annotated[str | None, typer.Option(help="pixel deviation")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue in --out")] = False,
+    mean: arguments.Mean = None,
+    std: arguments.Std = None,
+    resume: arguments.Resume = False,
     as_json: Annotated[bool, typer.Option("--json", help="print synthesis.json")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no summary")] = False,
 ) -> None:

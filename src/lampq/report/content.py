@@ -67,6 +67,7 @@ def page_content(files: RunFiles) -> Json:
         },
         "uniform_bits": report["uniform_bits"],
         "speed": files.speed,
+        "unmeasured_speed": _unmeasured_speed(report["model"]["kind"]),
         "layers": [
             {
                 "name": spec.name,
@@ -110,6 +111,16 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(entry) for entry in value]
     return value
+
+
+def _unmeasured_speed(kind: str) -> str:
+    """What the page says of the speed of a kind of model as long as it has no numbers."""
+    if kind == "detector":
+        return (
+            "Detectors are not timed. lampq export writes backbone and pyramid for ONNX Runtime "
+            "and OpenVINO."
+        )
+    return "Not measured yet: lampq bench with this run folder fills this in."
 
 
 def shown_plan(plan: BitPlan, costs: CostTable | None, other_bytes: int) -> Json:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import INTEGER_BITS
 
-MOST = 2**INTEGER_BITS - 1
+MOST: int = 2**INTEGER_BITS - 1
 
 
 def array(tensor: Tensor) -> Any:
@@ -62,10 +63,10 @@ def product_nodes(model: nn.Module) -> dict[str, str]:
 
 
 def tokens_layer(g: GraphBuilder, layer: QuantLayer, name: str, x: str) -> str:
-    """A layer on tokens (..., channels); a convolution takes its patches as tokens."""
+    """A layer on tokens (..., channels)."""
     g.placed.add(name)
     if runs_in_integers(layer):
-        output = _integer_layer(g, layer, name, x)
+        output = _integer_product(g, layer, name, _codes(g, _byte_grid(layer), name, x))
     else:
         x = _quantized(g, layer.input_quantizer, f"{name}/input", x)
         output = _float_product(g, name, x, layer.weight.flatten(1), layer.bias)
@@ -80,27 +81,70 @@ def _float_product(g: GraphBuilder, name: str, x: str, weight: Tensor, bias: Ten
     return g.node("Add", product, g.constant(f"{name}.bias", array(bias)), name=f"{name}/output")
 
 
-def _integer_layer(g: GraphBuilder, layer: QuantLayer, name: str, x: str) -> str:
+@dataclass(frozen=True, slots=True)
+class _ByteGrid:
+    """An input grid of at most eight bits on bytes.
+
+    ``zero`` is the byte nearest to the zero point. What decodes with it is too large by ``moved``.
+    """
+
+    scale: float
+    point: float
+    top: int
+
+    @property
+    def zero(self) -> int:
+        return min(max(round(self.point), 0), MOST)
+
+    @property
+    def moved(self) -> float:
+        return (self.point - self.zero) * self.scale
+
+
+def _byte_grid(layer: QuantLayer) -> _ByteGrid:
     grid = layer.input_quantizer
     assert isinstance(grid, UniformQuantizer), "checked by runs_in_integers"
-    scale, zero = float(grid.scale), float(grid.zero)
-    top = 2**grid.bits - 1
-    # a zero point that is no byte: the input is moved by the difference, and the bias takes it back
-    whole = min(max(round(zero), 0), MOST)
-    moved = (zero - whole) * scale
-    if moved:
-        x = g.node("Add", x, g.number(moved), name=f"{name}/moved")
-    if top < MOST:
-        low, high = (g.number((code - whole) * scale) for code in (0, top))
+    return _ByteGrid(float(grid.scale), float(grid.zero), 2**grid.bits - 1)
+
+
+def _codes(g: GraphBuilder, grid: _ByteGrid, name: str, x: str) -> str:
+    """Codes of inputs in the fewest steps.
+
+    QuantizeLinear rounds before it adds the zero point, and torch after it: an input just on the
+    border between two codes may take the other one.
+    """
+    if grid.moved:
+        x = g.node("Add", x, g.number(grid.moved), name=f"{name}/moved")
+    if grid.top < MOST:
+        low, high = (g.number((code - grid.zero) * grid.scale) for code in (0, grid.top))
         x = g.node("Clip", x, low, high, name=f"{name}/clip")
-    step, point = g.number(scale), g.shared(np.uint8(whole))
-    codes = g.node("QuantizeLinear", x, step, point, name=f"{name}/codes")
+    step, point = g.number(grid.scale), g.shared(np.uint8(grid.zero))
+    return g.node("QuantizeLinear", x, step, point, name=f"{name}/codes")
+
+
+def _torch_codes(g: GraphBuilder, grid: _ByteGrid, name: str, x: str) -> str:
+    """Codes of inputs in the steps of torch, the same also on the border between two.
+
+    Pixels are whole numbers before they are normalised, so that many may be just there.
+    """
+    x = g.node("Div", x, g.number(grid.scale), name=f"{name}/ratio")
+    x = g.node("Add", x, g.number(grid.point), name=f"{name}/moved")
+    if grid.top < MOST:
+        x = g.node("Clip", x, g.number(0), g.number(grid.top), name=f"{name}/clip")
+    one, none = g.number(1), g.shared(np.uint8(0))
+    return g.node("QuantizeLinear", x, one, none, name=f"{name}/codes")
+
+
+def _integer_product(g: GraphBuilder, layer: QuantLayer, name: str, codes: str) -> str:
+    """The layer on the codes of its inputs."""
+    grid = _byte_grid(layer)
+    step, point = g.number(grid.scale), g.shared(np.uint8(grid.zero))
     decoded = g.node("DequantizeLinear", codes, step, point, name=f"{name}/input")
     folded = fold(layer)
     rows = g.constant(f"{name}.scale", folded.scale)
     none = g.shared(np.zeros(len(folded.scale), dtype=np.int8))
     output = ""
-    for part, suffix in zip(folded.parts(top, any_cpu=g.any_cpu), ("", "_low"), strict=False):
+    for part, suffix in zip(folded.parts(grid.top, any_cpu=g.any_cpu), ("", "_low"), strict=False):
         matrix = g.constant(f"{name}.weight{suffix}", part.T)
         weight = g.node(
             "DequantizeLinear", matrix, rows, none, name=f"{name}/weight{suffix}", axis=1
@@ -116,7 +160,7 @@ def _integer_layer(g: GraphBuilder, layer: QuantLayer, name: str, x: str) -> str
         share = g.node("Mul", total, centre, name=f"{name}/centre")
         output = g.node("Add", output, share, name=f"{name}/centred")
     sums = layer.weight.flatten(1).double().sum(dim=1)
-    bias = g.constant(f"{name}.bias", array(layer.bias.double() - moved * sums))
+    bias = g.constant(f"{name}.bias", array(layer.bias.double() - grid.moved * sums))
     return g.node("Add", output, bias, name=f"{name}/output")
 
 
@@ -155,7 +199,10 @@ def patches(
         turned = g.node("Transpose", split, name=f"{name}/turned", perm=[0, 2, 4, 1, 3, 5])
         flat = g.whole(0, grid[0] * grid[1], channels * rows * columns)
         tokens = g.node("Reshape", turned, flat, name=f"{name}/patches")
-        return tokens_layer(g, layer, name, tokens), grid
+        g.placed.add(name)
+        codes = _torch_codes(g, _byte_grid(layer), name, tokens)
+        output = _integer_product(g, layer, name, codes)
+        return _quantized(g, layer.output_quantizer, f"{name}/quantized", output), grid
     if isinstance(layer, QuantConv2d):
         g.placed.add(name)
         x = _quantized(g, layer.input_quantizer, f"{name}/input", x)

@@ -57,7 +57,7 @@ function bitsCard() {
 function speedCard() {
   const speed = RUN.speed;
   if (!speed) {
-    return card("Speed", null, "Not measured yet: lampq bench with this run folder fills this in.", []);
+    return card("Speed", null, RUN.unmeasured_speed, []);
   }
   const time = (value) => `${short(value)} ms`;
   const rows = [["uniform", speed.uniform], ["float32", speed.fp32]]
