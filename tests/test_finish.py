@@ -31,8 +31,10 @@ OPTIONS: dict[str, Any] = {
     "metric": "recon",
     "exchanges": 0,
     "iterations": 40,
-    "lr_weights": 3e-4,
-    "lr_affine": 1e-3,
+    "lr_weights": 1e-3,
+    "lr_scales": 3e-3,
+    "lr_affine": 3e-3,
+    "ridge": 100.0,  # so that something is left to train
 }
 
 
