@@ -59,7 +59,8 @@ class Bench:
         the target. Nor do scores of plans get mixed up, as a plan has the mean width of its target.
         """
         progress, config = Progress(), make_config(options)
-        shared = (config.method, config.preset, config.fit_inputs, str(config.seed))
+        shared = [config.method, config.preset, config.fit_inputs, str(config.seed)]
+        shared += ["token"] if config.input_ranges == "token" else []
         folder = self.work / " ".join(shared)
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(
@@ -88,12 +89,21 @@ def uniform(bench: Bench, method: str, bits: int, seed: int, inputs: str = "publ
     return {**bench.score(result.model), "seconds": sum(progress.seconds.values())}
 
 
-def mixed(bench: Bench, preset: str, bits: int, seed: int, reconstruct: str | None = None) -> Row:
+def mixed(
+    bench: Bench,
+    preset: str,
+    bits: int,
+    seed: int,
+    reconstruct: str | None = None,
+    ranges: str | None = None,
+) -> Row:
     """A preset's plan, and for `best` the uniform plan of the same options.
 
     For `paper` that is the row of the uniform method. With a reconstruction only the mixed plan.
     """
-    result, progress = bench.run(preset=preset, bits=bits, seed=seed, reconstruct=reconstruct)
+    result, progress = bench.run(
+        preset=preset, bits=bits, seed=seed, reconstruct=reconstruct, input_ranges=ranges
+    )
     alone = preset == "best" and reconstruct is None
     return {
         **bench.score(result.model),
@@ -148,6 +158,13 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
             yield (
                 f"best with {name} {bits} seed 0",
                 partial(mixed, bench, "best", bits, 0, name),
+            )
+    for also in (None, "align", "distill"):
+        for bits in (3, 4):
+            done = "" if also is None else f" with {also}"
+            yield (
+                f"best, ranges per token{done} {bits} seed 0",
+                partial(mixed, bench, "best", bits, 0, also, "token"),
             )
     yield from randoms(bench, 3, 10)
     for seed in (1, 2):
