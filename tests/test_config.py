@@ -71,6 +71,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"input_ranges": "token", "profile": "speed"},
         "with profile speed, input_ranges must be static, got 'token'",
     ),
+    "prefix-bits": ({"prefix_bits": 11}, r"prefix_bits must be in 1\.\.10, got 11"),
+    "prefix-for-speed": (
+        {"prefix_bits": 8, "profile": "speed"},
+        "with profile speed, prefix_bits must be target, got 8",
+    ),
     "labels": ({"labels": "some"}, "labels must be one of model, data"),
     "alpha-signal": ({"alpha_signal": "ce"}, "alpha_signal must be one of accuracy, loss, kl"),
     "alpha-trace": ({"alpha_trace": "x"}, "alpha_trace must be one of quantized, fp"),

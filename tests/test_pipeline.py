@@ -453,10 +453,11 @@ def test_the_options_of_the_configuration_reach_method_and_metric() -> None:
             "onebit": "adalog",
             "search": "exhaustive",
             "input_ranges": "token",
+            "prefix_bits": 6,
         }
     )
     method: Any = build(METHODS.get("adalog"), config)
-    assert method.input_ranges == "token"
+    assert (method.input_ranges, method.prefix_bits) == ("token", 6)
     assert (method.zero_code, method.onebit) == ("reserved", "adalog")
     assert method.search == "exhaustive"
     metric: Any = build(
@@ -475,6 +476,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"method": "repq", "input_ranges": "token"},
         ConfigError,
         "method 'repq' has static ranges only: set input_ranges to static, got 'token'",
+    ),
+    "prefix": (
+        {"method": "repq", "prefix_bits": 8},
+        ConfigError,
+        "method 'repq' has one width for all tokens: set prefix_bits to target, got 8",
     ),
     "preset": ({"preset": "quick"}, ConfigError, "unknown preset 'quick'"),
     "option": ({"bitz": 3}, ConfigError, "unknown option 'bitz'"),

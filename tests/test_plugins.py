@@ -19,6 +19,7 @@ from lampq.prepare import options_of
 from lampq.quant.base import KINDS, CodedQuantizer, Quantizer, describe, rebuild
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantLinear, QuantMatMul, applied, assemble
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
@@ -226,16 +227,22 @@ def _token(bits: int) -> Quantizer:
     return TokenQuantizer(bits, torch.tensor(0.8))
 
 
+def _prefix(bits: int) -> Quantizer:
+    return PrefixQuantizer(bits, _token(8), _uniform(bits), count=1)
+
+
 EXAMPLES: dict[str, Callable[[int], Quantizer]] = {
     "uniform": _uniform,
     "log": _log,
     "twin_softmax": _twin_softmax,
     "twin_gelu": _twin_gelu,
     "token": _token,
+    "prefix": _prefix,
 }
 kinds = pytest.mark.parametrize("kind", list(KINDS))
 widths = pytest.mark.parametrize("bits", range(1, 11))
-X = torch.cat([torch.linspace(-3, 3, 500), torch.tensor([0.0, 1e20, -1e20])])
+# two tokens, so that a prefix of one leaves something
+X = torch.cat([torch.linspace(-3, 3, 500), torch.tensor([0.0, 1e20, -1e20])]).repeat(2, 1)
 
 
 def test_every_kind_of_quantizer_has_an_example_here() -> None:
@@ -258,9 +265,9 @@ def test_the_forward_pass_of_every_kind_has_one_value_for_each_code(kind: str, b
     quantizer = EXAMPLES[kind](bits)
     if isinstance(quantizer, CodedQuantizer):
         assert torch.equal(quantizer.decode(quantizer.encode(X)), quantizer(X))
-    values, codes = quantizer(X), quantizer.encode(X)
-    for code in codes.unique():
-        assert len(values[codes == code].unique()) == 1
+    for values, codes in zip(quantizer(X), quantizer.encode(X), strict=True):
+        for code in codes.unique():
+            assert len(values[codes == code].unique()) == 1
 
 
 @kinds

@@ -25,7 +25,7 @@ from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.runtime import SESSIONS
-from lampq.types import LayerRole
+from lampq.types import SEARCHED_ROLES, LayerRole
 from lampq.verify import Verification, off_borders, verify
 
 ENGINES = list(SESSIONS)
@@ -94,6 +94,17 @@ def test_ranges_per_token_are_right(case: Case, bits: int, runtime: str) -> None
     assert max(found.error, found.float_error, found.block_error) <= 1e-6
     projections = {layer.name for layer in case.graph.layers if layer.role is LayerRole.PROJ}
     assert projections <= set(found.floating)
+
+
+@pytest.mark.parametrize("runtime", ENGINES)
+@pytest.mark.parametrize("ranges", ["static", "token"])
+def test_first_tokens_of_another_width_are_right(vit: Case, ranges: str, runtime: str) -> None:
+    options = {"input_ranges": ranges, "prefix_bits": 8}
+    model = assemble(vit.model, *fits_of(vit, "adalog", 3, **options))
+    found = verified(model, onnx_model(model), runtime, vit)
+    assert max(found.error, found.float_error, found.block_error) <= 1e-6
+    searched = {layer.name for layer in vit.graph.layers if layer.role in SEARCHED_ROLES}
+    assert searched <= set(found.floating)
 
 
 @pytest.mark.parametrize("runtime", ENGINES)

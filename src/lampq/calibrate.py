@@ -16,6 +16,7 @@ from lampq.passes import CLASSIFIER, Passes, backward
 from lampq.tokens import (
     count_tokens,
     drawn,
+    first_tokens,
     outputs_of,
     picked_tokens,
     rows_at_most,
@@ -46,12 +47,14 @@ class LayerStats:
     """Float inputs of one layer, (tokens, channels).
 
     ``gradients`` of the log-likelihood at its output, (tokens, outputs), and the view of its block
-    are there if they were asked for.
+    are there if they were asked for. ``first`` tells which tokens are of the prefix, (tokens,), in
+    models that have one.
     """
 
     inputs: Tensor
     gradients: Tensor | None = None
     block: BlockView | None = None
+    first: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,7 @@ def collect(
     A site that is called several times in a pass has the tokens of all calls.
     """
     layers = {layer.name: model.get_submodule(layer.name) for layer in graph.layers}
+    prefixes = {layer.name: layer.prefix for layer in graph.layers}
     names = [*layers, *(site.name for site in graph.matmuls)]
     added = [site.name for site in sums]
     limits = {name: max_tokens if name in layers else max_maps for name in names}
@@ -195,7 +199,7 @@ def collect(
             for name in names:
                 if name not in calls:
                     raise GraphError(f"layer {name!r} is never called by the model's forward pass")
-                draw = _SiteDraw(layers.get(name), calls.pop(name))
+                draw = _SiteDraw(layers.get(name), calls.pop(name), prefixes.get(name, 0))
                 by_weight = len(images) if tokens == "fisher" else 0
                 kept[name].append(draw.rows(quotas[name], generator, by_weight, sloped=gradients))
             for name in added:
@@ -221,12 +225,14 @@ class _SiteDraw:
 
     module: nn.Module | None
     calls: list[Call]
+    prefix: int
 
     def rows(
         self, keep: int, generator: torch.Generator, weighed: int, *, sloped: bool
     ) -> tuple[Tensor, ...]:
         """Some of its tokens or maps; ``sloped`` adds the gradients at its output.
 
+        Tokens come with whether they are of the prefix.
         ``weighed`` is the number of images if tokens are drawn by weight, else 0.
         """
         if self.module is None:
@@ -239,13 +245,14 @@ class _SiteDraw:
             weights = token_weights(_power(slopes) if sloped else slopes, weighed)
         index = drawn(count, keep, generator, weights)
         rows = picked_tokens(self.module, inputs, index)
+        first = first_tokens(self.module, inputs, index, self.prefix)
         if not sloped:
-            return (rows,)
+            return rows, first
         if slopes is None:
-            return rows, rows.new_zeros(len(rows), outputs_of(self.module))
+            return rows, first, rows.new_zeros(len(rows), outputs_of(self.module))
         if weights is not None:
             slopes = slopes / (weights / weights.mean()).sqrt()[:, None]
-        return rows, slopes[index]
+        return rows, first, slopes[index]
 
     def _slopes(self, module: nn.Module, *, whole: bool) -> Tensor | None:
         """Gradients at the output, (tokens, outputs), or what was kept of them, (tokens,).
@@ -287,7 +294,9 @@ def _statistics(
 
     stats: dict[str, Stats] = {}
     for layer in graph.layers:
-        stats[layer.name] = LayerStats(joined[layer.name][0], *about(layer.name, layer.block))
+        inputs, first = joined[layer.name][:2]
+        known = first if layer.prefix else None
+        stats[layer.name] = LayerStats(inputs, *about(layer.name, layer.block), known)
     for site in graph.matmuls:
         left, right = joined[site.name][:2]
         stats[site.name] = MatmulStats(left, right, *about(site.name, site.block))

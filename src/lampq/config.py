@@ -66,6 +66,7 @@ class RunConfig:
     error: Literal["plain", "relative"] = "relative"
     compensation: Literal["none", "gptq"] = "gptq"
     input_ranges: Literal["static", "token"] = "static"
+    prefix_bits: Literal["target"] | int = "target"
     sites: Literal["published", "inputs"] = "inputs"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
@@ -113,7 +114,8 @@ class RunConfig:
         hints = typing.get_type_hints(type(self))
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), hints[field.name])
-        for name in ("bits", "act_bits", "beta", "edge_bits", "matmul_bits", "head_bits"):
+        widths = ("bits", "act_bits", "beta", "edge_bits", "matmul_bits", "head_bits")
+        for name in (*widths, "prefix_bits"):
             value, most = getattr(self, name), self._most(name)
             if isinstance(value, int | float) and not MIN_BITS <= value <= most:
                 why = "" if most == MAX_BITS else " with profile speed"
@@ -172,6 +174,11 @@ class RunConfig:
             raise ConfigError(
                 "integer kernels have static ranges: with profile speed, input_ranges must be "
                 "static, got 'token'"
+            )
+        if self.prefix_bits != "target" and self.profile == "speed":
+            raise ConfigError(
+                "integer kernels have one width for all tokens: with profile speed, prefix_bits "
+                f"must be target, got {self.prefix_bits}"
             )
         if self.joint and self.act_choices is not None:
             raise ConfigError("act_choices are for separate widths: set joint to false")

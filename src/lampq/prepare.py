@@ -51,8 +51,13 @@ def build(factory: Callable[..., T], config: RunConfig) -> T:
 
 
 def check_known(config: RunConfig) -> None:
-    """Raise if the method has static ranges only and others are wanted."""
+    """Raise if the method has no form of what is wanted of the inputs."""
     known = inspect.signature(METHODS.get(config.method)).parameters
+    if config.prefix_bits != "target" and "prefix_bits" not in known:
+        raise ConfigError(
+            f"method {config.method!r} has one width for all tokens: set prefix_bits to target, "
+            f"got {config.prefix_bits}"
+        )
     if config.input_ranges != "static" and "input_ranges" not in known:
         raise ConfigError(
             f"method {config.method!r} has static ranges only: set input_ranges to static, got "

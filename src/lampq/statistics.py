@@ -65,13 +65,15 @@ def _key(name: str) -> str:
 def _tensors(stats: Stats) -> dict[str, Tensor]:
     if isinstance(stats, LayerStats):
         tensors = {"inputs": stats.inputs}
+        if stats.first is not None:
+            tensors["first"] = stats.first
     else:
         tensors = {"left": stats.left, "right": stats.right}
     return tensors if stats.gradients is None else {**tensors, "gradients": stats.gradients}
 
 
 def _layer(tensors: Mapping[str, Tensor]) -> LayerStats:
-    return LayerStats(tensors["inputs"], tensors.get("gradients"))
+    return LayerStats(tensors["inputs"], tensors.get("gradients"), first=tensors.get("first"))
 
 
 def _matmul(tensors: Mapping[str, Tensor]) -> MatmulStats:

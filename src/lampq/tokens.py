@@ -72,6 +72,14 @@ def _picked(module: nn.Module, inputs: Tensor, index: Tensor) -> Tensor:
     return chosen.flatten(1)
 
 
+def first_tokens(module: nn.Module, calls: Sequence[Tensor], index: Tensor, prefix: int) -> Tensor:
+    """Which of the picked tokens are among the first ``prefix`` of their image, (picked,)."""
+    if not prefix:
+        return torch.zeros(len(index), dtype=torch.bool)
+    places = [torch.arange(count_tokens(module, x)) % x.shape[-2] for x in calls]
+    return (torch.cat(places) < prefix)[index.cpu()]
+
+
 def rows_at_most(tokens: int, module: nn.Module) -> int:
     """So many tokens, or fewer where each has very many channels."""
     weight = module.weight

@@ -50,6 +50,7 @@ class LayerSpec:
         block: The number of its block, -1 outside the blocks.
         n_params: Number of weights, its share of the budget.
         norm: The norm that feeds this layer and nothing else, or None.
+        prefix: How many of its first tokens are no patches: class and register tokens.
     """
 
     name: str
@@ -57,15 +58,20 @@ class LayerSpec:
     block: int
     n_params: int
     norm: str | None = None
+    prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulSpec:
-    """One matmul of an attention: q @ k (kind "qk") or softmax @ v (kind "av")."""
+    """One matmul of an attention: q @ k (kind "qk") or softmax @ v (kind "av").
+
+    ``prefix`` is how many of its first tokens are no patches.
+    """
 
     name: str
     kind: Literal["qk", "av"]
     block: int
+    prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from lampq.progress import Progress
 from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantConv2d, QuantLayer, QuantMatMul, QuantSum
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
@@ -231,6 +232,9 @@ def off_borders(grid: Quantizer | None, x: Tensor) -> Tensor:
     """
     if grid is None:
         return x
+    if isinstance(grid, PrefixQuantizer):
+        first, others = grid.parts(x)
+        return grid.joined(off_borders(grid.prefix, first), off_borders(grid.body, others))
     # what makes the range of a token is at its last code or beyond: it is not moved
     fixed = grid.at(x) if isinstance(grid, TokenQuantizer) else grid
     margin = _margin(fixed, x)

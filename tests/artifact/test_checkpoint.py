@@ -87,6 +87,28 @@ def test_loading_gives_equal_logits_bit_for_bit(
     assert torch.equal(logits_of(loaded, images), logits_of(model, images))
 
 
+def test_first_tokens_of_another_width_are_loaded_bit_for_bit_from_a_version_of_their_own(
+    vit: Case, tmp_path: Path
+) -> None:
+    model = quantized(vit, "adalog", input_ranges="token", prefix_bits=8)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(checkpoint_bytes(model, USER, {}))
+    content = read_checkpoint(path)[0].content
+    assert content["format_version"] == 6 == FORMAT_VERSION
+    assert content["layers"]["blocks.0.attn.proj"]["input_quantizer"] == {
+        "kind": "prefix",
+        "bits": 4,
+        "count": 1,
+        "axis": -1,
+        "prefix": {"kind": "token", "bits": 8, "axis": -1},
+        "body": {"kind": "token", "bits": 4, "axis": -1},
+    }
+    loaded = load_checkpoint(path, vit.original)
+    images = vit.samples.images
+    assert torch.equal(logits_of(loaded, images), logits_of(model, images))
+    assert checkpoint_bytes(loaded, USER, {}) == path.read_bytes()
+
+
 def test_ranges_per_token_are_loaded_bit_for_bit_from_a_version_of_their_own(
     case: Case, tmp_path: Path
 ) -> None:
@@ -94,7 +116,7 @@ def test_ranges_per_token_are_loaded_bit_for_bit_from_a_version_of_their_own(
     path = tmp_path / "model.safetensors"
     path.write_bytes(checkpoint_bytes(model, USER, {}))
     content = read_checkpoint(path)[0].content
-    assert content["format_version"] == 5 == FORMAT_VERSION
+    assert content["format_version"] == 5
     (proj,) = {
         json.dumps(entry["input_quantizer"])
         for entry in content["layers"].values()

@@ -9,6 +9,7 @@ from conftest import Case, same_fit, same_quantizer
 from lampq.artifact.fits import FitFolder
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.quant.modules import LayerFit, MatmulFit, SumFit
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits, LayerRole, SumSpec
@@ -43,6 +44,18 @@ def test_a_fit_comes_back_bit_for_bit(
 def test_a_range_per_token_comes_back_bit_for_bit(vit: Case, tmp_path: Path) -> None:
     fit = fit_of(vit, "adalog", "blocks.1.attn.proj", input_ranges="token")
     assert isinstance(fit.input_quantizer, TokenQuantizer)
+    FitFolder(tmp_path).save(fit)
+    again = FitFolder(tmp_path).load(fit.spec, fit.bits)
+    assert again is not None
+    assert same_fit(again, fit)
+
+
+@pytest.mark.parametrize("role", ["attn.qkv", "attn.proj", "mlp.fc2"])
+def test_a_width_of_first_tokens_comes_back_bit_for_bit(
+    vit: Case, tmp_path: Path, role: str
+) -> None:
+    fit = fit_of(vit, "adalog", f"blocks.1.{role}", prefix_bits=8)
+    assert isinstance(fit.input_quantizer, PrefixQuantizer)
     FitFolder(tmp_path).save(fit)
     again = FitFolder(tmp_path).load(fit.spec, fit.bits)
     assert again is not None

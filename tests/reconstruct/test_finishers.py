@@ -12,6 +12,7 @@ from lampq.data import Samples
 from lampq.evaluate import divergence, predict
 from lampq.hooks import recording, recording_outputs
 from lampq.quant.modules import QuantLayer, assemble
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer
 from lampq.reconstruct import FINISHERS as RECIPES
 from lampq.reconstruct import BlockRecipe, Distill, Finish, Finisher, Rates
@@ -21,7 +22,7 @@ from lampq.reconstruct.distill import mixed, position_counts, shown
 from lampq.reconstruct.feed import Feed, room
 from lampq.reconstruct.precision import fast_bfloat16
 from lampq.reconstruct.trainable import trainable
-from lampq.types import LayerRole
+from lampq.types import SEARCHED_ROLES, LayerRole
 
 QDROP = BlockRecipe("nearest two", Rates(1e-2, 4e-4, 0.0), iterations=60, batch=4)
 FINISHERS: dict[str, Finisher] = {
@@ -103,6 +104,20 @@ def test_every_recipe_works_with_ranges_per_token(case: Case, name: str) -> None
         module = after.get_submodule(layer)
         assert isinstance(module, QuantLayer)
         assert isinstance(module.input_quantizer, TokenQuantizer)
+
+
+@pytest.mark.parametrize("name", ["align", "distill", "qdrop", "pdquant", "adalog"])
+def test_every_recipe_works_with_a_width_of_first_tokens(vit: Case, name: str) -> None:
+    torch.manual_seed(0)
+    job = job_of(vit, 3, "adalog", prefix_bits=8)
+    factory = RECIPES.get(name)
+    after = (factory() if name == "align" else factory(iterations=2))(job)
+    assert bool(torch.isfinite(predict(after, job.samples)).all())
+    for fit in job.layers:
+        module = after.get_submodule(fit.spec.name)
+        assert isinstance(module, QuantLayer)
+        apart = isinstance(module.input_quantizer, PrefixQuantizer)
+        assert apart == (fit.spec.role in SEARCHED_ROLES)
 
 
 @pytest.mark.parametrize("name", ["qdrop", "distill"])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import Case, fits_of
@@ -37,10 +39,16 @@ def assert_same_sites(expected: nn.Module, model: nn.Module, sites: list[str], x
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("adalog", {}), ("repq", {}), ("minmax", {}), ("adalog", {"input_ranges": "token"})],
+    [
+        ("adalog", {}),
+        ("repq", {}),
+        ("minmax", {}),
+        ("adalog", {"input_ranges": "token"}),
+        ("adalog", {"input_ranges": "token", "prefix_bits": 8}),
+    ],
 )
 def test_an_untrained_model_is_the_assembled_one(
-    case: Case, method: str, options: dict[str, str]
+    case: Case, method: str, options: dict[str, Any]
 ) -> None:
     layers, matmuls = fits_of(case, method, 3, **options)
     images = case.samples.inputs(slice(0, 4))

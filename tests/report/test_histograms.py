@@ -122,6 +122,18 @@ def test_inputs_with_a_range_per_token_are_shown_in_steps_of_their_tokens(case: 
     torch.testing.assert_close(found, seen / grid.scale + grid.zero, rtol=1e-3, atol=1e-3)
 
 
+def test_inputs_are_shown_without_first_tokens_of_another_width(vit: Case) -> None:
+    method = METHODS.get("adalog")(prefix_bits=8)
+    fits = FitCache(vit.model, vit.graph, method, vit.stats, SiteWidths(LayerBits(8, 8), 3))
+    plan = BitPlan.uniform(vit.graph.allocatable, LayerBits(3, 3))
+    entry = histograms_json(fits, plan)["layers"]["blocks.0.mlp.fc2"]["input"]
+    assert (entry["kind"], entry["bits"], len(entry["levels"])) == ("log", 3, 9)
+    stats = fits.stats("blocks.0.mlp.fc2")
+    assert stats.first is not None
+    shown = thinned(stats.inputs, 256)[~thinned(stats.first, 256)]
+    assert sum(entry["counts"]) + entry["below"] + entry["above"] == shown.numel()
+
+
 @pytest.mark.parametrize("method", ["minmax", "adalog", "ptq4vit"])
 def test_all_quantized_layers_of_a_run_are_there(case: Case, method: str) -> None:
     width = LayerBits(3, 3)

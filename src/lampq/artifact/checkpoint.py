@@ -36,14 +36,15 @@ from lampq.quant.modules import (
     quantized_layer,
     replace_module,
 )
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer
 from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec, SumSpec
 from lampq.version import __version__
 
 # what this lampq reads. 2: numbers in half precision where that is exact, and a digest;
 # 3: layers above eight bits, quantized outputs, products and sums, operands in float;
-# 4: detectors; 5: ranges per token
-FORMAT_VERSION = 5
+# 4: detectors; 5: ranges per token; 6: first tokens with a width of their own
+FORMAT_VERSION = 6
 KEY = "lampq"
 
 
@@ -76,7 +77,7 @@ def _stored_quantizer(name: str, quantizer: Quantizer) -> dict[str, Tensor]:
     """Buffers of a quantizer; whole zero points take one byte each."""
     stored = {}
     for key, value in quantizer.state_dict().items():
-        small = key == "zero" and bool(
+        small = key.rpartition(".")[2] == "zero" and bool(
             ((value == value.round()) & (value >= 0) & (value < 256)).all()
         )
         stored[f"{name}.{key}"] = value.to(torch.uint8) if small else value
@@ -178,7 +179,10 @@ def _version(
     unlike = any(set(entry) != {"left", "right"} for entry in matmuls.values())
     entries = (*layers.values(), *matmuls.values(), *sums.values())
     parts = chain.from_iterable(entry.values() for entry in entries)
-    if any(isinstance(part, dict) and part["kind"] == TokenQuantizer.kind for part in parts):
+    kinds = {part["kind"] for part in parts if isinstance(part, dict)}
+    if PrefixQuantizer.kind in kinds:
+        return 6
+    if TokenQuantizer.kind in kinds:
         return 5
     return 4 if detector else 3 if more or unlike or sums else 2
 

@@ -126,6 +126,12 @@ def quantize_command(
             help="of proj, q and k: static, or token (found at run time)", rich_help_panel=METHOD
         ),
     ] = None,
+    prefix_bits: Annotated[
+        str | None,
+        typer.Option(
+            help="class and register tokens of inputs: target or a width", rich_help_panel=METHOD
+        ),
+    ] = None,
     sites: Annotated[
         str | None,
         typer.Option(
@@ -318,7 +324,7 @@ def quantize_command(
     given["act_choices"] = numbers(act_choices, "act-choices", int)
     given["target_size"] = size_in_bytes(target_size)
     given["target_bops"] = bit_operations(target_bops)
-    for name in ("edge_bits", "matmul_bits", "head_bits"):
+    for name in ("edge_bits", "matmul_bits", "head_bits", "prefix_bits"):
         given[name] = width(flags[name])
     options = {} if config is None else read_toml(config)
     folder = Path() if config is None else config.parent

@@ -41,6 +41,12 @@ def _is_patch_embedding(module: nn.Module) -> bool:
     )
 
 
+def _prefix_tokens(model: nn.Module) -> int:
+    """How many tokens of a model's blocks come before the patches, as timm's models say."""
+    found = getattr(model, "num_prefix_tokens", 0)
+    return found if isinstance(found, int) else 0
+
+
 def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> ModelGraph:
     """The layers, norms, matmuls and sums of a model in its explicit form.
 
@@ -51,6 +57,7 @@ def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> Mode
     matmuls: list[MatmulSpec] = []
     sums: list[SumSpec] = []
     blocks: dict[str, int] = {}
+    prefix = _prefix_tokens(model)
     for name, module in model.named_modules():
         for pattern in patterns:
             block = pattern.match(name)
@@ -67,6 +74,7 @@ def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> Mode
                     block=blocks.get(block, -1) if pattern.role in SEARCHED_ROLES else -1,
                     n_params=module.weight.numel(),
                     norm=norm if norm is not None and _foldable(model, norm) else None,
+                    prefix=prefix if pattern.role in SEARCHED_ROLES else 0,
                 )
             )
         if isinstance(module, Sum):
@@ -75,7 +83,8 @@ def discover(model: nn.Module, patterns: tuple[RolePattern, ...] = TIMM) -> Mode
         if isinstance(module, MatMul):
             block = next((b for b in reversed(blocks) if name.startswith(f"{b}.")), "")
             kind = "qk" if name.endswith("qk") else "av"
-            matmuls.append(MatmulSpec(name, kind, blocks.get(block, -1)))  # type: ignore[arg-type]
+            number = blocks.get(block, -1)
+            matmuls.append(MatmulSpec(name, kind, number, prefix))  # type: ignore[arg-type]
     nested = {a for a in blocks if any(a.startswith(f"{b}.") for b in blocks)}
     if nested:
         inside = {blocks[name] for name in nested}

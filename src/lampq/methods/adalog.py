@@ -31,9 +31,11 @@ from lampq.methods.search import (
     spread,
     uniform_grid,
 )
+from lampq.quant.base import Quantizer
 from lampq.quant.fold import NormFold
 from lampq.quant.log import LogQuantizer, ZeroCode
 from lampq.quant.modules import LayerFit, MatmulFit
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer, token_grid
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import SEARCHED_ROLES, LayerBits, LayerRole, LayerSpec, MatmulSpec, Profile
@@ -62,6 +64,9 @@ class AdaLog:
     inputs to the geometric mean of both, so that large and ordinary tokens count alike.
     ``input_ranges``: "static" is published; "token" gives every token a range of its own, found at
     run time, where a searched layer has neither norm nor GELU before it, and for q and k.
+    ``prefix_bits``: the width of class and register tokens in the inputs of searched layers and in
+    attention products; their ranges are found at run time. "target" treats them like patches, as
+    published.
     ``profile``: "speed" gives the input behind GELU a uniform grid, as integer kernels need it.
     """
 
@@ -75,6 +80,7 @@ class AdaLog:
     fold: Literal["full", "searched"] = "full"
     error: Literal["plain", "relative"] = "plain"
     input_ranges: Literal["static", "token"] = "static"
+    prefix_bits: Literal["target"] | int = "target"
     profile: Profile = "accuracy"
 
     @property
@@ -91,11 +97,12 @@ class AdaLog:
         """The layer at that width."""
         fold = None
         weight, bias, inputs = layer.weight, layer.bias, stats.inputs
+        first = None if self.prefix_bits == "target" else stats.first
         if layer.spec.norm is not None:
-            fold = self._best_fold(layer, bits, inputs)
+            fold = self._best_fold(layer, bits, inputs if first is None else inputs[~first])
             weight, bias = fold.of_linear(weight, bias)
             inputs = fold.of_inputs(inputs)
-        problem = LayerSearch(self, weight, inputs, bits, bias)
+        problem = LayerSearch(self, weight, inputs, bits, bias, first=first)
         if layer.spec.role is LayerRole.PATCH_EMBED:
             problem.search_weight()
         elif layer.spec.role is LayerRole.FC2 and self.profile == "accuracy":
@@ -172,6 +179,10 @@ class AdaLog:
     ) -> MatmulFit:
         """Operand quantizers per head; the softmax output gets a searched logarithmic base."""
         left, right = spread(stats.left, self.maps), spread(stats.right, self.maps)
+        prefix = 0 if self.prefix_bits == "target" else site.prefix
+        # the products of patches alone: what else there is has a width of its own
+        left = left[..., prefix:, :] if site.kind == "qk" else left[..., prefix:, prefix:]
+        right = right[..., prefix:] if site.kind == "qk" else right[..., prefix:, :]
         exact = left @ right
         right_hat = right
         per_token = self.input_ranges == "token" and site.kind == "qk"
@@ -185,7 +196,22 @@ class AdaLog:
             left_hat = fitted_left(left)
             fitted_right = operand(right, right_bits, exact, other=left_hat, first=False)
             right_hat = fitted_right(right)
-        return MatmulFit(site, fitted_left, fitted_right)
+        return MatmulFit(
+            site,
+            self.with_prefix(fitted_left, prefix),
+            self.with_prefix(fitted_right, prefix, axis=-2 if site.kind == "qk" else -1),
+        )
+
+    def with_prefix(self, body: Quantizer, count: int, axis: int = -1) -> Quantizer:
+        """The quantizer of patches, with the first tokens at their own width where they have one.
+
+        ``axis`` is where the channels are.
+        """
+        if self.prefix_bits == "target" or not count:
+            return body
+        whole = torch.ones(1)
+        prefix = TokenQuantizer(self.prefix_bits, whole, axis=axis)
+        return PrefixQuantizer(body.bits, prefix, body, count=count, axis=axis)
 
     def _operand(
         self, operand: Tensor, bits: int, exact: Tensor, *, other: Tensor, first: bool

@@ -19,10 +19,11 @@ from lampq.methods.search import (
     progressive_search,
     spread,
 )
-from lampq.quant.base import compact
+from lampq.quant.base import Quantizer, compact
 from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import LayerFit
+from lampq.quant.prefix import applied_to_rows
 from lampq.quant.token import TokenQuantizer, token_grid
 from lampq.quant.twin import GELU_MINIMUM
 from lampq.quant.uniform import UniformQuantizer
@@ -35,7 +36,11 @@ STEPS = range(10, 138)
 
 
 class LayerSearch:
-    """The alternating search for one layer: weight grid given the input's, and back."""
+    """The alternating search for one layer: weight grid given the input's, and back.
+
+    ``first`` tells which tokens have a width of their own: the grid of the input is that of the
+    others.
+    """
 
     def __init__(
         self,
@@ -45,17 +50,25 @@ class LayerSearch:
         bits: LayerBits,
         bias: Tensor | None = None,
         depth: SearchDepth | None = None,
+        first: Tensor | None = None,
     ) -> None:
         self.method, self.bits, self.depth = method, bits, depth or method.depth
-        self.weight, self.inputs = weight, inputs
-        self.sampled = spread(inputs, method.tokens)
+        self.weight, self.inputs, self.first = weight, inputs, first
         self.shares = torch.ones(len(inputs)).to(inputs)
         if method.error == "relative":
             size = (inputs @ weight.T + (0 if bias is None else bias)).square().sum(dim=1)
             inverse = 1 / (size + size.median()).clamp_min(1e-30)
             self.shares = inverse / inverse.mean()
+        self.sampled = spread(self._others(inputs), method.tokens)
+        self.sampled_shares = spread(self._others(self.shares), method.tokens)
         self.input_quantizer: UniformQuantizer | LogQuantizer | TokenQuantizer | None = None
         self.weight_quantizer = self._nearest_weight()
+
+    def _others(self, rows: Tensor) -> Tensor:
+        """Those of the tokens without a width of their own; all where there are no such."""
+        if self.first is None or bool(self.first.all()):
+            return rows
+        return rows[~self.first]
 
     def _nearest_weight(self) -> UniformQuantizer:
         """The grid of least weighted squared error of the weight itself."""
@@ -79,14 +92,21 @@ class LayerSearch:
         return decoded.sub_(self.weight)
 
     def _quantized_inputs(self) -> Tensor:
-        return self.inputs if self.input_quantizer is None else self.input_quantizer(self.inputs)
+        quantizer = self._whole_quantizer(self.input_quantizer)
+        return applied_to_rows(quantizer, self.inputs, self.first)
+
+    def _whole_quantizer(self, body: Quantizer | None, count: int = 1) -> Quantizer | None:
+        """The quantizer of all tokens, of which the first ``count`` may have another width."""
+        if body is None or self.first is None:
+            return body
+        return self.method.with_prefix(body, count)
 
     def _of_tokens(self, squared: Tensor) -> Tensor:
         """One error of the squared errors (..., tokens) of the sampled tokens or some of them."""
         plain = squared.sum(dim=-1)
         if self.method.error == "plain":
             return plain
-        shares = spread(spread(self.shares, self.method.tokens), squared.shape[-1])
+        shares = spread(self.sampled_shares, squared.shape[-1])
         return (plain * (squared @ shares)).sqrt()
 
     def error(self) -> float:
@@ -222,6 +242,10 @@ class LayerSearch:
     def finish(self, layer: LinearView, bias: Tensor, fold: NormFold | None) -> LayerFit:
         """The fit, with the shift of a logarithmic input moved into the bias."""
         codes, bias = self._codes(bias)
+        if self.first is not None:
+            # each part decodes to what it stands for: one bias cannot absorb the shift of one part
+            whole = self._whole_quantizer(self.input_quantizer, layer.spec.prefix)
+            return LayerFit(layer.spec, self.bits, codes, bias, self.weight_quantizer, whole, fold)
         quantizer = self.input_quantizer
         if isinstance(quantizer, LogQuantizer):
             decoded = self.weight_quantizer.decode(codes)

@@ -16,6 +16,7 @@ from lampq.calibrate import LayerStats, MatmulStats, Stats
 from lampq.progress import Progress
 from lampq.quant.half import halved
 from lampq.quant.modules import LayerFit, MatmulFit, SiteFit, SumFit, applied, assemble
+from lampq.quant.prefix import applied_to_rows
 from lampq.types import (
     DETECTOR_ROLES,
     BitPlan,
@@ -188,19 +189,21 @@ class FitCache:
         other.sites, other._progress = sites, progress
         return other
 
-    def inputs(self, name: str) -> Tensor:
-        """Float inputs of a layer on the calibration images, (tokens, channels)."""
+    def stats(self, name: str) -> LayerStats:
+        """What a layer sees on the calibration images."""
         stats = self._stats[name]
         assert isinstance(stats, LayerStats), "layers have layer statistics"
-        return stats.inputs
+        return stats
+
+    def inputs(self, name: str) -> Tensor:
+        """Float inputs of a layer on the calibration images, (tokens, channels)."""
+        return self.stats(name).inputs
 
     def _fit(self, key: tuple[str, LayerBits]) -> LayerFit:
         name, bits = key
         spec = self.graph.layer(name)
-        stats = self._stats[name]
-        assert isinstance(stats, LayerStats), "layers have layer statistics"
         with torch.no_grad():
-            fit = self._method.fit(LinearView.of(self.model, spec), bits, stats)
+            fit = self._method.fit(LinearView.of(self.model, spec), bits, self.stats(name))
         if self._store is not None:
             self._store.save(fit)
         return fit
@@ -327,14 +330,27 @@ class FitCache:
         key = (name, bits)
         if key not in self._errors:
             view = LinearView.of(self.model, self.graph.layer(name))
-            exact = self.inputs(name) @ view.weight.T
-            error = layer_output(self.layer(name, bits), self.inputs(name)) - view.bias - exact
+            stats = self.stats(name)
+            exact = stats.inputs @ view.weight.T
+            given = rows_output(self.layer(name, bits), stats.inputs, stats.first)
+            error = given - view.bias - exact
             self._errors[key] = float(error.square().sum() / exact.square().sum())
         return self._errors[key]
 
 
 def layer_output(fit: LayerFit, inputs: Tensor) -> Tensor:
-    """Output of a fitted layer on inputs (tokens, channels) of the float model."""
-    folded = inputs if fit.fold is None else fit.fold.of_inputs(inputs)
-    output = applied(fit.input_quantizer, folded) @ fit.weight.T + fit.bias
-    return applied(fit.output_quantizer, output)
+    """Output of a fitted layer on inputs (..., tokens, channels) of the float model."""
+    return _output(fit, applied(fit.input_quantizer, _folded(fit, inputs)))
+
+
+def rows_output(fit: LayerFit, rows: Tensor, first: Tensor | None) -> Tensor:
+    """Likewise on single tokens; ``first`` tells which are of the prefix."""
+    return _output(fit, applied_to_rows(fit.input_quantizer, _folded(fit, rows), first))
+
+
+def _folded(fit: LayerFit, inputs: Tensor) -> Tensor:
+    return inputs if fit.fold is None else fit.fold.of_inputs(inputs)
+
+
+def _output(fit: LayerFit, quantized: Tensor) -> Tensor:
+    return applied(fit.output_quantizer, quantized @ fit.weight.T + fit.bias)

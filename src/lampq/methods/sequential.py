@@ -22,7 +22,14 @@ from lampq.methods.base import LinearView, Method, SiteWidths, SumMethod, sums_o
 from lampq.passes import CLASSIFIER, Passes
 from lampq.progress import Progress
 from lampq.quant.modules import QuantMatMul, QuantSum, install_, replace_module
-from lampq.tokens import count_tokens, drawn, picked_tokens, rows_at_most, sum_tokens
+from lampq.tokens import (
+    count_tokens,
+    drawn,
+    first_tokens,
+    picked_tokens,
+    rows_at_most,
+    sum_tokens,
+)
 from lampq.types import BitPlan, ModelGraph
 
 MAX_IMAGES = 128
@@ -94,9 +101,9 @@ def collect_in_order(
     matmuls = {site.name: site for site in graph.matmuls}
     generator = torch.Generator().manual_seed(seed)
     stats: dict[str, Stats] = {}
-    first = next(iter(samples.batches(1)))
+    one_batch = next(iter(samples.batches(1)))
     order = execution_order(
-        model, [*layers, *matmuls, *sums], lambda one: passes.forward(one, *first)
+        model, [*layers, *matmuls, *sums], lambda one: passes.forward(one, *one_batch)
     )
     for name in (progress or Progress()).track(order, "statistics in order", len(order)):
         module = model.get_submodule(name) if name in layers else None
@@ -105,14 +112,20 @@ def collect_in_order(
             most = rows_at_most(max_tokens, module)
         pieces = [
             _drawn_rows(
-                module, calls_of(quantized, name, run, order[name]), keep, generator, name in sums
+                module,
+                calls_of(quantized, name, run, order[name]),
+                keep,
+                generator,
+                flat=name in sums,
+                prefix=layers[name].prefix if name in layers else 0,
             )
             for keep, run in _quotas(samples, most, passes)
         ]
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
         if module is not None:
             spec = layers[name]
-            stats[name] = inputs = LayerStats(columns[0])
+            first = columns[1] if spec.prefix else None
+            stats[name] = inputs = LayerStats(columns[0], first=first)
             bits = plan.get(name, sites.of_layer(spec))
             install_(quantized, method.fit(LinearView.of(model, spec), bits, inputs))
         elif name in sums:
@@ -149,13 +162,19 @@ def _drawn_rows(
     calls: list[tuple[Tensor, ...]],
     keep: int,
     generator: torch.Generator,
+    *,
     flat: bool,
+    prefix: int,
 ) -> tuple[Tensor, ...]:
-    """Some tokens of a layer or of the operands of a sum (``flat``), or some maps of a product."""
+    """Some tokens of a layer or of the operands of a sum (``flat``), or some maps of a product.
+
+    Those of a layer come with whether they are among the first ``prefix`` ones of their image.
+    """
     if module is not None:
         inputs = [given[0] for given in calls]
         count = sum(count_tokens(module, one) for one in inputs)
-        return (picked_tokens(module, inputs, drawn(count, keep, generator)),)
+        index = drawn(count, keep, generator)
+        return picked_tokens(module, inputs, index), first_tokens(module, inputs, index, prefix)
     (operands,) = calls
     rows = [part.flatten(0, -2) if flat else part for part in operands[:2]]
     index = drawn(len(rows[0]), keep, generator)

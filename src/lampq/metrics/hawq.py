@@ -17,12 +17,14 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lampq.calibrate import LayerStats
 from lampq.data import AnySamples, Samples
 from lampq.methods.base import LinearView
 from lampq.metrics.base import Evidence, Sensitivity
 from lampq.metrics.fisher import fisher_traces, gradients
 from lampq.passes import Labels, drawn_labels
 from lampq.quant.modules import LayerFit
+from lampq.quant.prefix import applied_to_rows
 from lampq.types import CostTable, LayerBits, LayerSpec, separate
 
 
@@ -97,15 +99,12 @@ def weight_change(fit: LayerFit, weight: Tensor) -> float:
     return float((decoded - weight).square().sum(dtype=torch.float64))
 
 
-def input_change(fit: LayerFit, inputs: Tensor) -> float:
+def input_change(fit: LayerFit, stats: LayerStats) -> float:
     """Mean squared change of an input element, in the coordinates of the float inputs."""
-    if fit.input_quantizer is None:
-        return 0.0
-    if fit.fold is None:
-        change = fit.input_quantizer(inputs) - inputs
-        return float(change.square().mean(dtype=torch.float64))
-    folded = fit.fold.of_inputs(inputs)
-    change = (fit.input_quantizer(folded) - folded) * fit.fold.ratio
+    folded = stats.inputs if fit.fold is None else fit.fold.of_inputs(stats.inputs)
+    change = applied_to_rows(fit.input_quantizer, folded, stats.first) - folded
+    if fit.fold is not None:
+        change = change * fit.fold.ratio
     return float(change.square().mean(dtype=torch.float64))
 
 
@@ -151,7 +150,7 @@ class Hawq:
             )
             details["input_trace"] = inner
             for row, layer in enumerate(layers):
-                seen = evidence.fits.inputs(layer.name)
+                seen = evidence.fits.stats(layer.name)
                 for column, bits in enumerate(choices):
                     fit = evidence.fits.layer(layer.name, bits)
                     cost[row, column] += inner[layer.name] * input_change(fit, seen)

@@ -70,7 +70,7 @@ class OutputFisher:
             )
             for count, seen in evidence.progress.track(steps, "output errors", batches):
                 for row, (layer, view) in enumerate(zip(layers, views, strict=True)):
-                    x, g = (part.flatten(0, -2) for part in seen[layer.name])
+                    x, g = seen[layer.name]
                     exact = x @ view.weight.T + view.bias
                     for column, bits in enumerate(choices):
                         fit = evidence.fits.layer(layer.name, bits)

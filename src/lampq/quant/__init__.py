@@ -4,6 +4,7 @@ from lampq.quant.base import CodedQuantizer, Quantizer, describe, rebuild
 from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import LayerFit, MatmulFit, QuantLinear, QuantMatMul, assemble
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer
 from lampq.quant.uniform import UniformQuantizer
 
@@ -13,6 +14,7 @@ __all__ = [
     "LogQuantizer",
     "MatmulFit",
     "NormFold",
+    "PrefixQuantizer",
     "QuantLinear",
     "QuantMatMul",
     "Quantizer",

@@ -91,12 +91,18 @@ def describe(quantizer: Quantizer) -> dict[str, Any]:
 
 
 def rebuild(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Quantizer:
-    """The quantizer that ``describe`` and its buffers came from."""
+    """The quantizer that ``describe`` and its buffers came from, with those inside it."""
     fields = dict(description)
     kind = fields.pop("kind", None)
     if kind not in KINDS:
         raise FormatError(f"unknown quantizer kind {kind!r}; known: {', '.join(sorted(KINDS))}")
     try:
+        nested = {key: value for key, value in fields.items() if isinstance(value, Mapping)}
+        for key, value in nested.items():
+            inner = f"{key}."
+            mine = {k.removeprefix(inner): v for k, v in tensors.items() if k.startswith(inner)}
+            tensors = {k: v for k, v in tensors.items() if not k.startswith(inner)}
+            fields[key] = rebuild(value, mine)
         return KINDS[kind](**fields, **tensors)
     except TypeError as error:
         raise FormatError(f"quantizer {kind!r} cannot be rebuilt: {error}") from error

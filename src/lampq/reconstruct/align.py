@@ -216,14 +216,14 @@ class _Problem:
 
     def add(self, inputs: Tensor, output: Tensor, target: Tensor) -> None:
         """Count tokens; ``output``, of the float layer, tells how large each is."""
-        x, t = inputs.flatten(0, -2), target.flatten(0, -2)
+        t = target.flatten(0, -2)
         size = output.flatten(0, -2).square().sum(dim=1)
         if not self.total:
             self._measure(size)
         # half of the weight is that of errors as they are, half that of errors in parts of a token
         share = 1 / (size + self.middle) / self.relative + 1 / self.plain
-        share = share * self.counts.repeat(len(x) // len(self.counts))
-        quantized = applied(self.fit.input_quantizer, x)
+        share = share * self.counts.repeat(len(t) // len(self.counts))
+        quantized = applied(self.fit.input_quantizer, inputs).flatten(0, -2)
         weighed = quantized * share[:, None]
         self.gram += (weighed.T @ quantized).double()
         self.cross += (weighed.T @ t).double()

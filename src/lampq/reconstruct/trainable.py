@@ -28,6 +28,7 @@ from lampq.quant.modules import (
     quantized_site,
     replace_module,
 )
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer, token_grid
 from lampq.quant.uniform import UniformQuantizer
 from lampq.reconstruct.straight import logarithmic, uniform
@@ -44,13 +45,16 @@ class TrainableQuantizer(nn.Module):
     """An activation quantizer with a trained scale, if its kind has one.
 
     That of a range per token is the part of the range that is taken; the range itself is no more
-    trained than that of a static grid.
+    trained than that of a static grid. Nor is what the first tokens have of their own.
 
     ``drop`` is the share of values that are left as they are (QDrop, Wei et al., ICLR 2022).
     """
 
     def __init__(self, quantizer: Quantizer) -> None:
         super().__init__()
+        self.whole = quantizer
+        if isinstance(quantizer, PrefixQuantizer):
+            quantizer = quantizer.body
         self.original = quantizer
         self.drop = 0.0
         self.log_scale: nn.Parameter | None = None
@@ -62,7 +66,12 @@ class TrainableQuantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """X rounded, or partly so; in single precision, as codes may lie close together."""
         x = x.float()
-        rounded = self._rounded(x)
+        whole = self.whole
+        if isinstance(whole, PrefixQuantizer):
+            first, others = whole.parts(x)
+            rounded = whole.joined(_straight(whole.prefix, first), self._rounded(others))
+        else:
+            rounded = self._rounded(x)
         if not self.drop:
             return rounded
         return torch.where(torch.rand_like(x) < self.drop, x, rounded)
@@ -70,8 +79,7 @@ class TrainableQuantizer(nn.Module):
     def _rounded(self, x: Tensor) -> Tensor:
         quantizer = self.original
         if self.log_scale is None:
-            rounded: Tensor = quantizer(x.detach())
-            return x + (rounded - x.detach())
+            return _straight(quantizer, x)
         scale = self.log_scale.exp()
         if isinstance(quantizer, UniformQuantizer):
             return uniform(x, scale, quantizer.zero, quantizer.bits)
@@ -87,6 +95,12 @@ class TrainableQuantizer(nn.Module):
 
     def fitted(self) -> Quantizer:
         """The quantizer with the trained scale."""
+        whole, body = self.whole, self._fitted_body()
+        if not isinstance(whole, PrefixQuantizer):
+            return body
+        return PrefixQuantizer(body.bits, whole.prefix, body, count=whole.count, axis=whole.axis)
+
+    def _fitted_body(self) -> Quantizer:
         quantizer = self.original
         if self.log_scale is None:
             return quantizer
@@ -99,6 +113,12 @@ class TrainableQuantizer(nn.Module):
         return LogQuantizer(
             quantizer.bits, scale, quantizer.shift, quantizer.offset, **quantizer.options()
         )
+
+
+def _straight(quantizer: Quantizer, x: Tensor) -> Tensor:
+    """X rounded by a quantizer as it is, with the gradient of x."""
+    rounded: Tensor = quantizer(x.detach())
+    return x + (rounded - x.detach())
 
 
 def _trainable(quantizer: Quantizer | None) -> TrainableQuantizer | None:

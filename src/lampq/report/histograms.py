@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lampq.methods import FitCache
-from lampq.methods.base import LinearView, layer_output
+from lampq.methods.base import LinearView, rows_output
 from lampq.quant.base import CodedQuantizer, Quantizer
 from lampq.quant.modules import LayerFit
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer
 from lampq.types import BitPlan
 
@@ -41,9 +42,11 @@ def layer_json(fits: FitCache, fit: LayerFit) -> dict[str, Any]:
     A fold is applied to both sides. ``error`` is that of ``FitCache.error``, on fewer tokens.
     """
     view = LinearView.of(fits.model, fit.spec)
-    inputs = thinned(fits.inputs(fit.spec.name), MAX_TOKENS)
+    stats = fits.stats(fit.spec.name)
+    inputs = thinned(stats.inputs, MAX_TOKENS)
+    first = None if stats.first is None else thinned(stats.first, MAX_TOKENS)
     exact = inputs @ view.weight.T
-    wrong = layer_output(fit, inputs) - view.bias - exact
+    wrong = rows_output(fit, inputs, first) - view.bias - exact
     weight, seen = view.weight, inputs
     if fit.fold is not None:
         weight, seen = weight * fit.fold.ratio, fit.fold.of_inputs(inputs)
@@ -55,6 +58,9 @@ def layer_json(fits: FitCache, fit: LayerFit) -> dict[str, Any]:
         "error": _short(float(wrong.square().sum() / exact.square().sum().clamp_min(1e-30))),
     }
     quantizer = fit.input_quantizer
+    if isinstance(quantizer, PrefixQuantizer):
+        assert first is not None, "statistics say which tokens are of the prefix"
+        quantizer, seen = quantizer.body, seen[~first]
     if isinstance(quantizer, TokenQuantizer):
         grids = levels(quantizer.at(seen), len(seen), "rows")
         content["input"] = {**about(quantizer), **histogram(seen, grids)}

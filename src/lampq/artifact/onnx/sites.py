@@ -23,6 +23,7 @@ from lampq.graph.blocks import Sum
 from lampq.quant.base import Quantizer
 from lampq.quant.log import SMALLEST, LogQuantizer
 from lampq.quant.modules import QuantConv2d, QuantLayer, QuantLinear, QuantMatMul, QuantSum
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import SMALLEST as SMALLEST_STEP
 from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
@@ -307,6 +308,19 @@ def _token(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
     return _on_grid(g, grid.bits, name, x, scale, zero)
 
 
+def _prefix(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
+    axis = -3 - grid.axis
+    end, along = np.iinfo(np.int64).max, g.whole(axis)
+    cuts = {"first": (0, grid.count), "others": (grid.count, end)}
+    parts = {
+        key: g.node("Slice", x, g.whole(low), g.whole(high), along, name=f"{name}/{key}_tokens")
+        for key, (low, high) in cuts.items()
+    }
+    first = quantizer(g, grid.prefix, f"{name}/first", parts["first"])
+    others = quantizer(g, grid.body, f"{name}/others", parts["others"])
+    return g.node("Concat", first, others, name=f"{name}/tokens", axis=axis)
+
+
 def _on_grid(g: GraphBuilder, bits: int, name: str, x: str, scale: str, zero: str) -> str:
     x = g.node("Div", x, scale, name=f"{name}/ratio")
     x = g.node("Add", x, zero, name=f"{name}/moved")
@@ -371,6 +385,7 @@ _QUANTIZERS: dict[type[Quantizer], Callable[[GraphBuilder, Any, str, str], str]]
     UniformQuantizer: _uniform,
     LogQuantizer: _log,
     TokenQuantizer: _token,
+    PrefixQuantizer: _prefix,
     TwinGeluQuantizer: _twin_gelu,
     TwinSoftmaxQuantizer: _twin_softmax,
 }
