@@ -19,7 +19,7 @@ from rows import Row, command_line, compute, read, spread
 from lampq.allocate import random_plan
 from lampq.artifact.fits import FitFolder
 from lampq.artifact.states import StateFolder
-from lampq.config import make_config
+from lampq.config import EVEN, make_config
 from lampq.data import Samples
 from lampq.evaluate import divergence, predict, top1
 from lampq.models import LoadedModel
@@ -27,6 +27,12 @@ from lampq.pipeline import Result, quantize
 from lampq.progress import Journal, Progress
 from lampq.scoring import Run
 from lampq.types import BitPlan, Budget
+
+# what `best` can do without
+EARLIER: dict[str, dict[str, Any]] = {
+    "static ranges, one width for all tokens": EVEN,
+    "one width for all tokens": {"prefix_bits": "target"},
+}
 
 
 class Bench:
@@ -60,7 +66,7 @@ class Bench:
         """
         progress, config = Progress(), make_config(options)
         shared = [config.method, config.preset, config.fit_inputs, str(config.seed)]
-        shared += ["token"] if config.input_ranges == "token" else []
+        shared += [config.input_ranges, f"first {config.prefix_bits}"]
         folder = self.work / " ".join(shared)
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(
@@ -95,14 +101,14 @@ def mixed(
     bits: int,
     seed: int,
     reconstruct: str | None = None,
-    ranges: str | None = None,
+    **options: Any,
 ) -> Row:
     """A preset's plan, and for `best` the uniform plan of the same options.
 
     For `paper` that is the row of the uniform method. With a reconstruction only the mixed plan.
     """
     result, progress = bench.run(
-        preset=preset, bits=bits, seed=seed, reconstruct=reconstruct, input_ranges=ranges
+        preset=preset, bits=bits, seed=seed, reconstruct=reconstruct, **options
     )
     alone = preset == "best" and reconstruct is None
     return {
@@ -116,6 +122,9 @@ def mixed(
         "attempted": len(result.steps),
         "seconds": sum(progress.seconds.values()),
         "stages": dict(progress.seconds),
+        "reconstruction": None
+        if result.reconstruction is None
+        else [-quality.agreement for quality in result.reconstruction.stages],
         "notices": list(result.notices),
     }
 
@@ -159,13 +168,14 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
                 f"best with {name} {bits} seed 0",
                 partial(mixed, bench, "best", bits, 0, name),
             )
-    for also in (None, "align", "distill"):
-        for bits in (3, 4):
-            done = "" if also is None else f" with {also}"
-            yield (
-                f"best, ranges per token{done} {bits} seed 0",
-                partial(mixed, bench, "best", bits, 0, also, "token"),
-            )
+    for name, options in EARLIER.items():
+        for also in (None, "align"):
+            for bits in (3, 4):
+                done = "" if also is None else f" with {also}"
+                yield (
+                    f"best, {name}{done} {bits} seed 0",
+                    partial(mixed, bench, "best", bits, 0, also, **options),
+                )
     yield from randoms(bench, 3, 10)
     for seed in (1, 2):
         for bits in (4, 3):

@@ -103,8 +103,21 @@ def test_first_tokens_of_another_width_are_right(vit: Case, ranges: str, runtime
     model = assemble(vit.model, *fits_of(vit, "adalog", 3, **options))
     found = verified(model, onnx_model(model), runtime, vit)
     assert max(found.error, found.float_error, found.block_error) <= 1e-6
-    searched = {layer.name for layer in vit.graph.layers if layer.role in SEARCHED_ROLES}
-    assert searched <= set(found.floating)
+    floating = {LayerRole.FC2, *([LayerRole.PROJ] if ranges == "token" else [])}
+    searched = [layer for layer in vit.graph.layers if layer.role in SEARCHED_ROLES]
+    for layer in searched:
+        assert (layer.name in found.floating) == (layer.role in floating), layer.name
+
+
+def test_first_tokens_add_no_second_copy_of_a_weight(vit: Case) -> None:
+    sizes = {}
+    for prefix_bits in ("target", 8):
+        options = {"input_ranges": "static", "prefix_bits": prefix_bits}
+        model = assemble(vit.model, *fits_of(vit, "adalog", 3, **options))
+        tensors = onnx_model(model).graph.initializer
+        codes = [tensor for tensor in tensors if tensor.data_type == onnx.TensorProto.INT8]
+        sizes[prefix_bits] = sum(len(tensor.raw_data) for tensor in codes)
+    assert sizes[8] == sizes["target"] > 0
 
 
 @pytest.mark.parametrize("runtime", ENGINES)

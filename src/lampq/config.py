@@ -65,8 +65,8 @@ class RunConfig:
     fold: Literal["full", "searched"] = "searched"
     error: Literal["plain", "relative"] = "relative"
     compensation: Literal["none", "gptq"] = "gptq"
-    input_ranges: Literal["static", "token"] = "static"
-    prefix_bits: Literal["target"] | int = "target"
+    input_ranges: Literal["static", "token"] = "token"
+    prefix_bits: Literal["target"] | int = 8
     sites: Literal["published", "inputs"] = "inputs"
     edge_bits: Literal["target"] | int = 8
     matmul_bits: Literal["target", "follow"] | int = "target"
@@ -257,8 +257,11 @@ def _around(target: int, most: int) -> tuple[int, ...]:
     return tuple(b for b in (target - 1, target, target + 1) if MIN_BITS <= b <= most)
 
 
+# one width and one static range for all tokens: as published, and all that integer kernels have
+EVEN: dict[str, Any] = {"input_ranges": "static", "prefix_bits": "target"}
 PAPER: dict[str, Any] = {
     "preset": "paper",
+    **EVEN,
     "rotation": "none",
     "fit_images": 32,
     "fit_tokens": "uniform",
@@ -324,7 +327,9 @@ def make_config(options: Mapping[str, Any]) -> RunConfig:
     for key in ("choices", "act_choices"):
         if isinstance(given.get(key), list):
             given[key] = tuple(given[key])
-    return RunConfig(**{**PRESETS[preset], **TASKS[task][preset], **given})
+    others = given.get("method", "adalog") != "adalog" or given.get("profile") == "speed"
+    even = EVEN if others or task == "detection" else {}
+    return RunConfig(**{**PRESETS[preset], **TASKS[task][preset], **even, **given})
 
 
 def read_toml(path: Path) -> dict[str, Any]:

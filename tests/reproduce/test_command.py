@@ -13,6 +13,7 @@ import pytest
 from conftest import Outcome
 from reproduce.tiny import make_files, reproduce, tiny_model
 
+import lampq.cli.reproduce
 import lampq.reproduce.lab
 from lampq.artifact.checkpoint import write_atomically
 from lampq.compare import quantized
@@ -155,3 +156,11 @@ def test_published_speed_ups_are_those_of_the_paper() -> None:
     gains = [whole / ours for _, whole, ours in RUNTIME.values()]
     assert min(gains) > 250
     assert math.floor(max(gains)) == 335
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_command_of_a_part_names_it_once(part: str) -> None:
+    one = PARTS[part]
+    wanted = f"lampq reproduce {part} M --images 8"
+    assert lampq.cli.reproduce._named("lampq reproduce all M --images 8", one) == wanted
+    assert lampq.cli.reproduce._named(wanted, one) == wanted

@@ -17,7 +17,7 @@ from lampq.bench.chart import chart, require_matplotlib
 from lampq.cli import app, guarded
 from lampq.cli.jobs import coco_samples
 from lampq.cli.zero_shot import GivenPictures, Run, pictures_of_run
-from lampq.config import RunConfig, make_config
+from lampq.config import EVEN, RunConfig, make_config
 from lampq.data import Samples, list_folder
 from lampq.errors import ConfigError
 from lampq.export import IMAGES, Export, check_runtimes, export_onnx, profile_of
@@ -281,7 +281,7 @@ def refitted(source: Source, profile: str, where: Calibration, progress: Progres
 
 def _settings(options: Mapping[str, Any], profile: str) -> RunConfig:
     """The options of a run for the other profile; choices that it has not are left out."""
-    changed: dict[str, Any] = {"profile": profile}
+    changed: dict[str, Any] = {"profile": profile, **(EVEN if profile == "speed" else {})}
     for name in ("choices", "act_choices"):
         widths = options.get(name) or ()
         narrow = [bits for bits in widths if bits <= INTEGER_BITS]

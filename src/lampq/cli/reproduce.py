@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -246,7 +247,7 @@ def _run(
 
 def _named(command: str, part: Part) -> str:
     """The command of one part, where several were asked for at once."""
-    return command.replace(f"reproduce {ALL}", f"reproduce {part.name}")
+    return re.sub(rf"reproduce {ALL}\b", f"reproduce {part.name}", command)
 
 
 def _write(part: Part, found: Sequence[Found], place: Place) -> None:

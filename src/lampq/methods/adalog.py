@@ -41,6 +41,8 @@ from lampq.quant.uniform import UniformQuantizer
 from lampq.types import SEARCHED_ROLES, LayerBits, LayerRole, LayerSpec, MatmulSpec, Profile
 
 FOLD_POWERS = (1.0, 0.75, 0.5, 0.25)
+# how far static ranges of first tokens go beyond what was seen, at either end
+PREFIX_ROOM = 0.125
 # enough to tell folds apart
 COARSE = SearchDepth(candidates=32, steps=1)
 
@@ -65,8 +67,8 @@ class AdaLog:
     ``input_ranges``: "static" is published; "token" gives every token a range of its own, found at
     run time, where a searched layer has neither norm nor GELU before it, and for q and k.
     ``prefix_bits``: the width of class and register tokens in the inputs of searched layers and in
-    attention products; their ranges are found at run time. "target" treats them like patches, as
-    published.
+    attention products; behind norms their ranges are static, elsewhere found at run time.
+    "target" treats them like patches, as published.
     ``profile``: "speed" gives the input behind GELU a uniform grid, as integer kernels need it.
     """
 
@@ -202,15 +204,21 @@ class AdaLog:
             self.with_prefix(fitted_right, prefix, axis=-2 if site.kind == "qk" else -1),
         )
 
-    def with_prefix(self, body: Quantizer, count: int, axis: int = -1) -> Quantizer:
+    def with_prefix(
+        self, body: Quantizer, count: int, axis: int = -1, seen: Tensor | None = None
+    ) -> Quantizer:
         """The quantizer of patches, with the first tokens at their own width where they have one.
 
-        ``axis`` is where the channels are.
+        ``axis`` is where the channels are. ``seen`` are first tokens: where patches have one static
+        grid they get one too, as integer kernels need it, else ranges found at run time.
         """
         if self.prefix_bits == "target" or not count:
             return body
-        whole = torch.ones(1)
-        prefix = TokenQuantizer(self.prefix_bits, whole, axis=axis)
+        prefix: Quantizer = TokenQuantizer(self.prefix_bits, torch.ones(1), axis=axis)
+        if isinstance(body, UniformQuantizer) and seen is not None and seen.numel():
+            low, high = seen.amin().clamp(max=0), seen.amax().clamp(min=0)
+            room = PREFIX_ROOM * (high - low)
+            prefix = UniformQuantizer.between(self.prefix_bits, low - room, high + room, whole=True)
         return PrefixQuantizer(body.bits, prefix, body, count=count, axis=axis)
 
     def _operand(

@@ -99,7 +99,7 @@ class LayerSearch:
         """The quantizer of all tokens, of which the first ``count`` may have another width."""
         if body is None or self.first is None:
             return body
-        return self.method.with_prefix(body, count)
+        return self.method.with_prefix(body, count, seen=self.inputs[self.first])
 
     def _of_tokens(self, squared: Tensor) -> Tensor:
         """One error of the squared errors (..., tokens) of the sampled tokens or some of them."""

@@ -77,6 +77,14 @@ class GraphBuilder:
         self._constants[self._own(name)] = np.ascontiguousarray(value)
         return name
 
+    def tensor(self, name: str, value: Array) -> str:
+        """A tensor under its name, or under another if that name has another value."""
+        known = self._constants.get(name)
+        if known is None:
+            return self.constant(name, value)
+        same = known.dtype == value.dtype and np.array_equal(known, value)
+        return name if same else self.tensor(f"{name}'", value)
+
     def shared(self, value: Array | np.generic) -> str:
         """A small tensor that nodes with equal ones share: shapes, axes, scalars."""
         array = np.asarray(value)

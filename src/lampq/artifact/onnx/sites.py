@@ -31,6 +31,8 @@ from lampq.quant.uniform import UniformQuantizer
 from lampq.types import INTEGER_BITS
 
 MOST: int = 2**INTEGER_BITS - 1
+# in the names of the nodes of first tokens that have a grid of their own
+FIRST = "first_"
 
 
 def array(tensor: Tensor) -> Any:
@@ -41,37 +43,59 @@ def array(tensor: Tensor) -> Any:
 def runs_in_integers(layer: QuantLayer) -> bool:
     """Whether a layer is exported for integer kernels.
 
-    Its weight is on uniform grids, its input on one, and neither has more than eight bits.
+    Its weight is on uniform grids, its input on one, or on two if first tokens have their own, and
+    none of them has more than eight bits.
     """
     inputs = layer.input_quantizer
+    parts = (inputs.prefix, inputs.body) if isinstance(inputs, PrefixQuantizer) else (inputs,)
+    return all(map(_one_grid, parts)) and foldable(layer)
+
+
+def _one_grid(grid: Quantizer | None) -> bool:
     return (
-        isinstance(inputs, UniformQuantizer)
-        and inputs.bits <= INTEGER_BITS
-        and inputs.scale.numel() == 1
-        and inputs.zero.numel() == 1
-        and foldable(layer)
+        isinstance(grid, UniformQuantizer)
+        and grid.bits <= INTEGER_BITS
+        and grid.scale.numel() == 1
+        and grid.zero.numel() == 1
     )
 
 
 def product_nodes(model: nn.Module) -> dict[str, str]:
     """The names of all integer products of a model's graph, and the layer of each."""
     return {
-        f"{name}/product{suffix}": name
+        f"{name}/{tokens}product{suffix}": name
         for name, layer in model.named_modules()
         if isinstance(layer, QuantLayer) and runs_in_integers(layer)
         for suffix in ("", "_low", "_sum")
+        for tokens in ("", FIRST)
     }
 
 
 def tokens_layer(g: GraphBuilder, layer: QuantLayer, name: str, x: str) -> str:
     """A layer on tokens (..., channels)."""
     g.placed.add(name)
-    if runs_in_integers(layer):
-        output = _integer_product(g, layer, name, _codes(g, _byte_grid(layer), name, x))
+    inputs = layer.input_quantizer
+    if runs_in_integers(layer) and isinstance(inputs, PrefixQuantizer):
+        first, others = _cut(g, inputs, name, x)
+        parts = [
+            _integer_layer(g, layer, name, others, _ByteGrid.of(inputs.body)),
+            _integer_layer(g, layer, name, first, _ByteGrid.of(inputs.prefix), FIRST),
+        ]
+        output = g.node("Concat", *reversed(parts), name=f"{name}/tokens", axis=-2)
+    elif runs_in_integers(layer):
+        output = _integer_layer(g, layer, name, x, _ByteGrid.of(inputs))
     else:
         x = _quantized(g, layer.input_quantizer, f"{name}/input", x)
         output = _float_product(g, name, x, layer.weight.flatten(1), layer.bias)
     return _quantized(g, layer.output_quantizer, f"{name}/quantized", output)
+
+
+def _integer_layer(
+    g: GraphBuilder, layer: QuantLayer, name: str, x: str, grid: _ByteGrid, tokens: str = ""
+) -> str:
+    """The layer on tokens of one grid; ``tokens`` is in the names of their nodes."""
+    codes = _codes(g, grid, f"{name}/{tokens}", x)
+    return _integer_product(g, layer, name, codes, grid, tokens)
 
 
 def _float_product(g: GraphBuilder, name: str, x: str, weight: Tensor, bias: Tensor | None) -> str:
@@ -93,6 +117,11 @@ class _ByteGrid:
     point: float
     top: int
 
+    @classmethod
+    def of(cls, grid: Quantizer | None) -> _ByteGrid:
+        assert isinstance(grid, UniformQuantizer), "checked by runs_in_integers"
+        return cls(float(grid.scale), float(grid.zero), 2**grid.bits - 1)
+
     @property
     def zero(self) -> int:
         return min(max(round(self.point), 0), MOST)
@@ -102,25 +131,19 @@ class _ByteGrid:
         return (self.point - self.zero) * self.scale
 
 
-def _byte_grid(layer: QuantLayer) -> _ByteGrid:
-    grid = layer.input_quantizer
-    assert isinstance(grid, UniformQuantizer), "checked by runs_in_integers"
-    return _ByteGrid(float(grid.scale), float(grid.zero), 2**grid.bits - 1)
-
-
-def _codes(g: GraphBuilder, grid: _ByteGrid, name: str, x: str) -> str:
-    """Codes of inputs in the fewest steps.
+def _codes(g: GraphBuilder, grid: _ByteGrid, place: str, x: str) -> str:
+    """Codes of inputs in the fewest steps; names of nodes start with ``place``.
 
     QuantizeLinear rounds before it adds the zero point, and torch after it: an input just on the
     border between two codes may take the other one.
     """
     if grid.moved:
-        x = g.node("Add", x, g.number(grid.moved), name=f"{name}/moved")
+        x = g.node("Add", x, g.number(grid.moved), name=f"{place}moved")
     if grid.top < MOST:
         low, high = (g.number((code - grid.zero) * grid.scale) for code in (0, grid.top))
-        x = g.node("Clip", x, low, high, name=f"{name}/clip")
+        x = g.node("Clip", x, low, high, name=f"{place}clip")
     step, point = g.number(grid.scale), g.shared(np.uint8(grid.zero))
-    return g.node("QuantizeLinear", x, step, point, name=f"{name}/codes")
+    return g.node("QuantizeLinear", x, step, point, name=f"{place}codes")
 
 
 def _torch_codes(g: GraphBuilder, grid: _ByteGrid, name: str, x: str) -> str:
@@ -136,33 +159,35 @@ def _torch_codes(g: GraphBuilder, grid: _ByteGrid, name: str, x: str) -> str:
     return g.node("QuantizeLinear", x, one, none, name=f"{name}/codes")
 
 
-def _integer_product(g: GraphBuilder, layer: QuantLayer, name: str, codes: str) -> str:
+def _integer_product(
+    g: GraphBuilder, layer: QuantLayer, name: str, codes: str, grid: _ByteGrid, tokens: str = ""
+) -> str:
     """The layer on the codes of its inputs."""
-    grid = _byte_grid(layer)
+    place = f"{name}/{tokens}"
     step, point = g.number(grid.scale), g.shared(np.uint8(grid.zero))
-    decoded = g.node("DequantizeLinear", codes, step, point, name=f"{name}/input")
+    decoded = g.node("DequantizeLinear", codes, step, point, name=f"{place}input")
     folded = fold(layer)
-    rows = g.constant(f"{name}.scale", folded.scale)
+    rows = g.tensor(f"{name}.scale", folded.scale)
     none = g.shared(np.zeros(len(folded.scale), dtype=np.int8))
     output = ""
     for part, suffix in zip(folded.parts(grid.top, any_cpu=g.any_cpu), ("", "_low"), strict=False):
-        matrix = g.constant(f"{name}.weight{suffix}", part.T)
+        matrix = g.tensor(f"{name}.weight{suffix}", part.T)
         weight = g.node(
-            "DequantizeLinear", matrix, rows, none, name=f"{name}/weight{suffix}", axis=1
+            "DequantizeLinear", matrix, rows, none, name=f"{place}weight{suffix}", axis=1
         )
-        product = g.node("MatMul", decoded, weight, name=f"{name}/product{suffix}")
-        output = g.node("Add", output, product, name=f"{name}/whole") if output else product
+        product = g.node("MatMul", decoded, weight, name=f"{place}product{suffix}")
+        output = g.node("Add", output, product, name=f"{place}whole") if output else product
     if folded.centre is not None:
         ones = g.shared(np.ones((folded.values.shape[1], 1), dtype=np.int8))
         unit, nought = g.shared(np.ones(1, np.float32)), g.shared(np.zeros(1, np.int8))
-        weight = g.node("DequantizeLinear", ones, unit, nought, name=f"{name}/ones", axis=1)
-        total = g.node("MatMul", decoded, weight, name=f"{name}/product_sum")
-        centre = g.constant(f"{name}.centre", folded.centre)
-        share = g.node("Mul", total, centre, name=f"{name}/centre")
-        output = g.node("Add", output, share, name=f"{name}/centred")
+        weight = g.node("DequantizeLinear", ones, unit, nought, name=f"{place}ones", axis=1)
+        total = g.node("MatMul", decoded, weight, name=f"{place}product_sum")
+        centre = g.tensor(f"{name}.centre", folded.centre)
+        share = g.node("Mul", total, centre, name=f"{place}centre")
+        output = g.node("Add", output, share, name=f"{place}centred")
     sums = layer.weight.flatten(1).double().sum(dim=1)
-    bias = g.constant(f"{name}.bias", array(layer.bias.double() - grid.moved * sums))
-    return g.node("Add", output, bias, name=f"{name}/output")
+    bias = g.tensor(f"{name}.bias", array(layer.bias.double() - grid.moved * sums))
+    return g.node("Add", output, bias, name=f"{place}output")
 
 
 def linear(g: GraphBuilder, layer: nn.Module, name: str, x: str) -> str:
@@ -201,8 +226,9 @@ def patches(
         flat = g.whole(0, grid[0] * grid[1], channels * rows * columns)
         tokens = g.node("Reshape", turned, flat, name=f"{name}/patches")
         g.placed.add(name)
-        codes = _torch_codes(g, _byte_grid(layer), name, tokens)
-        output = _integer_product(g, layer, name, codes)
+        byte_grid = _ByteGrid.of(layer.input_quantizer)
+        codes = _torch_codes(g, byte_grid, name, tokens)
+        output = _integer_product(g, layer, name, codes, byte_grid)
         return _quantized(g, layer.output_quantizer, f"{name}/quantized", output), grid
     if isinstance(layer, QuantConv2d):
         g.placed.add(name)
@@ -309,16 +335,20 @@ def _token(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
 
 
 def _prefix(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    axis = -3 - grid.axis
-    end, along = np.iinfo(np.int64).max, g.whole(axis)
-    cuts = {"first": (0, grid.count), "others": (grid.count, end)}
-    parts = {
-        key: g.node("Slice", x, g.whole(low), g.whole(high), along, name=f"{name}/{key}_tokens")
-        for key, (low, high) in cuts.items()
-    }
-    first = quantizer(g, grid.prefix, f"{name}/first", parts["first"])
-    others = quantizer(g, grid.body, f"{name}/others", parts["others"])
-    return g.node("Concat", first, others, name=f"{name}/tokens", axis=axis)
+    first, others = _cut(g, grid, name, x)
+    first = quantizer(g, grid.prefix, f"{name}/first", first)
+    others = quantizer(g, grid.body, f"{name}/others", others)
+    return g.node("Concat", first, others, name=f"{name}/tokens", axis=-3 - grid.axis)
+
+
+def _cut(g: GraphBuilder, grid: PrefixQuantizer, name: str, x: str) -> tuple[str, str]:
+    """The first tokens and the others."""
+    along, none, end = g.whole(-3 - grid.axis), g.whole(0), g.whole(np.iinfo(np.int64).max)
+    count = g.whole(grid.count)
+    return (
+        g.node("Slice", x, none, count, along, name=f"{name}/first_tokens"),
+        g.node("Slice", x, count, end, along, name=f"{name}/other_tokens"),
+    )
 
 
 def _on_grid(g: GraphBuilder, bits: int, name: str, x: str, scale: str, zero: str) -> str:
