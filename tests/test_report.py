@@ -140,6 +140,18 @@ def test_the_mean_with_scales_adds_a_scale_and_a_zero_point_per_row(done: Result
     assert extra == pytest.approx(24 * rows / weights)
 
 
+def test_class_tokens_of_another_width_are_in_the_report(vit: Case, done: Result) -> None:
+    assert bits_json(done.model, done.plan, 3.0, 16)["first_tokens"] is None
+    assert "Class and register" not in report_markdown(report_of(done), done.plan)
+    apart = quantize(
+        vit.original, vit.samples, choices=[3], bits=3, exchanges=0, metric="recon", prefix_bits=6
+    )
+    report = report_of(apart)
+    assert report["bits"]["first_tokens"] == {"count": 1, "bits": 6}  # type: ignore[index]
+    text = report_markdown(report, apart.plan)
+    assert "Class and register tokens (1 an image) have 6 bits there" in text
+
+
 def test_the_uniform_size_is_that_of_the_uniform_checkpoint(vit: Case, done: Result) -> None:
     uniform = packed(done.uniform_model(), done.source, done.uniform, done.config)
     # the plan and the configuration in the header are all that may be missing

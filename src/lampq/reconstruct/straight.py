@@ -51,12 +51,12 @@ class _Log(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         ratio, level, scale = ctx.saved_tensors
-        above = ratio > 1
+        inside = ratio <= 1
         of_scale = None
         if ctx.needs_input_grad[1]:
-            slope = level - ratio.masked_fill(above, 0.0)
+            slope = level - ratio * inside
             of_scale = slope.mul_(gradient).sum_to_size(scale.shape)
-        return gradient.masked_fill(above, 0.0), of_scale, None, None
+        return gradient * inside, of_scale, None, None
 
 
 def uniform(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 from lampq.finish import Reconstruction
 from lampq.pipeline import Result, packed
 from lampq.quant.modules import QuantLayer
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.report.scores import markdown
 from lampq.types import BitPlan, CostTable, Step
 
@@ -46,12 +47,14 @@ def sensitivity_json(table: CostTable, details: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def bits_json(model: nn.Module, plan: BitPlan, target: float, rest_bits: int) -> dict[str, float]:
+def bits_json(model: nn.Module, plan: BitPlan, target: float, rest_bits: int) -> dict[str, Any]:
     """Mean widths over the searched layers, all quantized layers and the whole model.
 
     ``rest_bits`` is the width of what is not a code. ``with_scales`` adds the quantizers' scales,
-    of that width, and zero points of 8 bits.
+    of that width, and zero points of 8 bits. ``first_tokens`` are those whose inputs have a width
+    of their own, None if there are none.
     """
+    apart = next((m for m in model.modules() if isinstance(m, PrefixQuantizer)), None)
     layers = [m for m in model.modules() if isinstance(m, QuantLayer)]
     searched = [m for m in layers if m.spec.name in plan]
     rest = sum(p.numel() for p in model.parameters()) + sum(m.bias.numel() for m in layers)
@@ -76,6 +79,9 @@ def bits_json(model: nn.Module, plan: BitPlan, target: float, rest_bits: int) ->
         "mean_weight_all_with_scales": (codes(layers) + scales(layers) + rest_bits * rest)
         / everything,
         "mean_activation_searched": plan.mean_activation_bits,
+        "first_tokens": None
+        if apart is None
+        else {"count": apart.count, "bits": apart.prefix.bits},
     }
 
 
@@ -214,6 +220,10 @@ def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     means += f", of the layers' inputs {plan.mean_activation_bits:.4g}"
     limit = report["bits"]["target_activation"]
     means += "." if limit is None else f" (at most {limit:g})."
+    apart = report["bits"]["first_tokens"]
+    if apart is not None:
+        means += f" Class and register tokens ({apart['count']} an image) have {apart['bits']} bits"
+        means += " there, and in attention products."
     lines += [
         "## Widths",
         "",

@@ -50,6 +50,7 @@ function bitsCard() {
     [
       ["uniform", short(RUN.uniform_bits)],
       ["whole model", short(bits.mean_weight_all)],
+      ...(bits.first_tokens ? [["inputs, class token", String(bits.first_tokens.bits)]] : []),
     ],
   );
 }
