@@ -89,7 +89,7 @@ def make_trials(
         if plan not in PLANS:
             raise ConfigError(f"unknown plan {plan!r}; known: {', '.join(PLANS)}")
     found = [
-        Trial(method, plan, float(width), seed, finisher, _config(common, plan, settings))
+        Trial(method, plan, float(width), seed, finisher, _config({**options, **settings}, plan))
         for method in methods or (common.method,)
         for plan in plans
         for width in bits or (common.bits,)
@@ -106,8 +106,8 @@ def make_trials(
     return tuple(found)
 
 
-def _config(common: RunConfig, plan: str, settings: dict[str, Any]) -> RunConfig:
-    config = replace(common, **settings, **PLANS[plan])
+def _config(options: Mapping[str, Any], plan: str) -> RunConfig:
+    config = replace(make_config(options), **PLANS[plan])
     if plan != "uniform":
         return config
     # only the width that is used is fitted
