@@ -17,7 +17,7 @@ from lampq.config import RunConfig, make_config
 from lampq.data import AnySamples, Preprocessing, Samples
 from lampq.errors import ConfigError
 from lampq.finish import Reconstruction, reconstructed
-from lampq.graph.discover import missing_roles, verify_norms
+from lampq.graph.discover import missing_roles, verify_norms, verify_prefix
 from lampq.graph.families import TIMM, RolePattern
 from lampq.limits import run_budget, widest_uniform
 from lampq.methods import FitCache
@@ -246,6 +246,7 @@ def _fits(job: Prepared, samples: AnySamples, config: RunConfig, run: Run) -> Fi
     with run.progress.stage("collect"):
         few = samples.inputs(slice(0, 2))
         graph = verify_norms(job.model, job.graph, few, job.task.outputs)
+        graph = verify_prefix(job.model, graph, few, job.task.outputs)
 
     def made() -> Mapping[str, Stats]:
         few = samples.subset(config.fit_images, config.seed)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lampq.errors import GraphError
 from lampq.graph.attention import explicit
-from lampq.graph.discover import discover, missing_roles, verify_norms
+from lampq.graph.discover import discover, missing_roles, verify_norms, verify_prefix
 from lampq.graph.families import TIMM, RolePattern
 from lampq.types import SEARCHED_ROLES, LayerRole
 
@@ -265,3 +265,35 @@ def test_all_norms_of_a_trained_vit_are_kept(real: Path) -> None:
     example = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     verified = verify_norms(model, graph, example)
     assert len([layer for layer in verified.layers if layer.norm is not None]) == 24
+
+
+class _Maps(nn.Module):
+    """Says that it has a class token, and has maps of patches."""
+
+    num_prefix_tokens = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"mlp": _Mlp()})])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block["mlp"](x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return x.mean(dim=(2, 3))
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x))
+
+
+def test_a_prefix_is_dropped_where_there_is_no_row_of_tokens() -> None:
+    model = _Maps()
+    graph = discover(model)
+    assert {layer.prefix for layer in graph.layers} == {1}
+    found = verify_prefix(model, graph, torch.zeros(2, 3, 4, 4))
+    assert {layer.prefix for layer in found.layers} == {0}

@@ -14,7 +14,7 @@ from lampq.calibrate import collect
 from lampq.data import Samples
 from lampq.evaluate import PrefixCache
 from lampq.graph.attention import explicit
-from lampq.graph.discover import discover, verify_norms
+from lampq.graph.discover import discover, verify_norms, verify_prefix
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.quant.modules import QuantLayer, QuantMatMul, assemble
 from lampq.types import SEARCHED_ROLES, BitPlan, LayerBits, LayerRole, ModelGraph
@@ -69,6 +69,15 @@ ZOO = {
     "swin_s3_tiny_224": Expected(
         {**SWIN, "window_size": 7}, blocks=4, fixed=SWIN_FIXED, norms=10, matmuls=8
     ),
+}
+
+
+# class, distillation and register tokens, where they are not one
+PREFIXES = {
+    "vit_medium_patch16_gap_240": 0,
+    "vit_relpos_small_patch16_224": 0,
+    "vit_wee_patch16_reg1_gap_256": 1,
+    "deit_tiny_distilled_patch16_224": 2,
 }
 
 
@@ -133,6 +142,14 @@ def test_every_linear_layer_of_the_network_has_a_role(built: Built) -> None:
 
 def test_the_matmuls_of_known_attentions_are_found(built: Built) -> None:
     assert len(built.graph.matmuls) == built.expected.matmuls
+
+
+def test_the_tokens_before_the_patches_are_known(built: Built) -> None:
+    found = {layer.prefix for layer in built.graph.layers if layer.role in SEARCHED_ROLES}
+    found |= {site.prefix for site in built.graph.matmuls}
+    assert found == {PREFIXES.get(built.name, 0 if "swin" in built.name else 1)}
+    assert not any(layer.prefix for layer in built.graph.fixed)
+    assert verify_prefix(built.model, built.graph, built.samples.images) == built.graph
 
 
 def test_all_norms_are_found_and_proven(built: Built) -> None:

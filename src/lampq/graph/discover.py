@@ -144,6 +144,40 @@ def verify_norms(
     )
 
 
+@torch.no_grad()
+def verify_prefix(
+    model: nn.Module,
+    graph: ModelGraph,
+    example: Any,
+    outputs: Callable[[nn.Module, Any], Tensor] = lambda model, images: model(images),
+) -> ModelGraph:
+    """The graph without a prefix if a layer sees something else than a row of tokens an image."""
+    layers = [layer for layer in graph.layers if layer.prefix]
+    if not layers:
+        return graph
+    shapes: list[torch.Size] = []
+    handles = [
+        model.get_submodule(layer.name).register_forward_pre_hook(
+            lambda _module, given: shapes.append(given[0].shape)
+        )
+        for layer in layers
+    ]
+    try:
+        outputs(model, example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    rows = {(shape[0], shape[1]) for shape in shapes if len(shape) == 3}
+    same = len(rows) == 1 and all(len(shape) == 3 for shape in shapes)
+    if same and rows.pop()[1] > layers[0].prefix:
+        return graph
+    return replace(
+        graph,
+        layers=tuple(replace(layer, prefix=0) for layer in graph.layers),
+        matmuls=tuple(replace(site, prefix=0) for site in graph.matmuls),
+    )
+
+
 def _fold_randomly_(model: nn.Module, layer: LayerSpec, generator: torch.Generator) -> None:
     assert layer.norm is not None, "only candidates with a norm are folded"
     norm, linear = model.get_submodule(layer.norm), model.get_submodule(layer.name)
