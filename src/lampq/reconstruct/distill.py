@@ -49,7 +49,7 @@ class Distill:
     """
 
     rates: Rates = field(default_factory=lambda: Rates(weights=5e-3, scales=5e-4, affine=3e-4))
-    iterations: int = 1500
+    iterations: int = 3500
     batch: int = 16
     smallest: float = 0.2
     mirror: bool = True
