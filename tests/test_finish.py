@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lampq
 import lampq.cli
+import lampq.finish
 from lampq.artifact.states import StateFolder
 from lampq.data import Samples
 from lampq.errors import ConfigError, DataError
@@ -185,3 +186,21 @@ def test_the_command(tmp_path: Path, words: list[str], name: str | None) -> None
     found = report["reconstruction"]
     assert (None if found is None else found["name"]) == name
     assert (report["seconds"]["reconstruct"] > 0) == (name is not None)
+
+
+def test_models_are_judged_on_held_out_images_and_their_mirror_images(
+    vit: Case, samples: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Tensor] = []
+
+    def watched(model: nn.Module, given: Samples) -> Tensor:
+        seen.append(given.images)
+        return predict(model, given)
+
+    monkeypatch.setattr(lampq.finish, "predict", watched)
+    quantize(vit.original, samples, reconstruct="align", **OPTIONS)
+    assert len(seen) == 3  # the float model, the model as it was, the aligned one
+    for images in seen:
+        held, mirrored = images.chunk(2)
+        assert len(held) == 10
+        assert torch.equal(mirrored, held.flip(-1))

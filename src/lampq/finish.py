@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from lampq.config import RunConfig
@@ -27,7 +28,7 @@ class Reconstruction:
     Attributes:
         name: The finisher.
         images: How many images it worked on.
-        held_out: How many it was judged on.
+        held_out: How many it was judged on, as they are and mirrored.
         before: The model as it was.
         stages: The models that the finisher offered on its way, and the last one.
     """
@@ -50,11 +51,14 @@ class Reconstruction:
 
 
 class _Judge:
-    """Compares models on held-out images, and keeps the best."""
+    """Compares models on held-out images and their mirror images, and keeps the best.
+
+    A few dozen images alone do not tell models apart.
+    """
 
     def __init__(self, model: nn.Module, fits: FitCache, held: Samples) -> None:
-        self.best, self.fits, self.held = model, fits, held
-        self.reference = predict(fits.model, held)
+        self.best, self.fits, self.held = model, fits, _with_mirrored(held)
+        self.reference = predict(fits.model, self.held)
         self.seen = [self._quality(model)]
 
     def _quality(self, model: nn.Module) -> Quality:
@@ -69,6 +73,16 @@ class _Judge:
         if better:
             self.best = stored
         return better
+
+
+def _with_mirrored(samples: Samples) -> Samples:
+    """The images, and each of them mirrored."""
+    labels = samples.labels
+    return replace(
+        samples,
+        images=torch.cat([samples.images, samples.images.flip(-1)]),
+        labels=None if labels is None else torch.cat([labels, labels]),
+    )
 
 
 def reconstructed(
