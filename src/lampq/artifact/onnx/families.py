@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from lampq.artifact.onnx.builder import BATCH, GraphBuilder
+from lampq.artifact.onnx.grids import array
 from lampq.artifact.onnx.parts import (
     INPUT,
     OUTPUT,
@@ -24,7 +25,7 @@ from lampq.artifact.onnx.parts import (
     require,
     sliced,
 )
-from lampq.artifact.onnx.sites import array, linear, matmul, patches, total
+from lampq.artifact.onnx.sites import linear, matmul, patches, total
 from lampq.artifact.onnx.swin import swin_stages
 from lampq.errors import ExportError
 from lampq.graph.attention import ExplicitAttention

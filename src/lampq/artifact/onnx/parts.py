@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from lampq.artifact.onnx.builder import GraphBuilder
-from lampq.artifact.onnx.sites import array, linear, matmul
+from lampq.artifact.onnx.grids import array
+from lampq.artifact.onnx.sites import linear, matmul
 from lampq.errors import ExportError
 from lampq.graph.attention import ExplicitAttention
 

@@ -1,4 +1,4 @@
-"""Quantized and float layers, products, sums and quantizers as ONNX nodes.
+"""Quantized and float layers, products and sums as ONNX nodes.
 
 A layer of at most eight bits whose input has one uniform scale becomes QuantizeLinear,
 DequantizeLinear and a MatMul of an int8 weight: the form that runtimes run on integer kernels. All
@@ -7,37 +7,26 @@ else is float operators that give the values of the torch module.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from lampq.artifact.onnx.builder import GraphBuilder
 from lampq.artifact.onnx.folded import fold, foldable
+from lampq.artifact.onnx.grids import array, cut, quantized, quantizer
 from lampq.errors import ExportError
 from lampq.graph.attention import MatMul
 from lampq.graph.blocks import Sum
 from lampq.quant.base import Quantizer
-from lampq.quant.log import SMALLEST, LogQuantizer
 from lampq.quant.modules import QuantConv2d, QuantLayer, QuantLinear, QuantMatMul, QuantSum
 from lampq.quant.prefix import PrefixQuantizer
-from lampq.quant.token import SMALLEST as SMALLEST_STEP
-from lampq.quant.token import TokenQuantizer
-from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import INTEGER_BITS
 
 MOST: int = 2**INTEGER_BITS - 1
 # in the names of the nodes of first tokens that have a grid of their own
 FIRST = "first_"
-
-
-def array(tensor: Tensor) -> Any:
-    """The values of a tensor in single precision."""
-    return tensor.detach().cpu().float().numpy()
 
 
 def runs_in_integers(layer: QuantLayer) -> bool:
@@ -76,7 +65,7 @@ def tokens_layer(g: GraphBuilder, layer: QuantLayer, name: str, x: str) -> str:
     g.placed.add(name)
     inputs = layer.input_quantizer
     if runs_in_integers(layer) and isinstance(inputs, PrefixQuantizer):
-        first, others = _cut(g, inputs, name, x)
+        first, others = cut(g, inputs, name, x)
         parts = [
             _integer_layer(g, layer, name, others, _ByteGrid.of(inputs.body)),
             _integer_layer(g, layer, name, first, _ByteGrid.of(inputs.prefix), FIRST),
@@ -85,9 +74,9 @@ def tokens_layer(g: GraphBuilder, layer: QuantLayer, name: str, x: str) -> str:
     elif runs_in_integers(layer):
         output = _integer_layer(g, layer, name, x, _ByteGrid.of(inputs))
     else:
-        x = _quantized(g, layer.input_quantizer, f"{name}/input", x)
+        x = quantized(g, layer.input_quantizer, f"{name}/input", x)
         output = _float_product(g, name, x, layer.weight.flatten(1), layer.bias)
-    return _quantized(g, layer.output_quantizer, f"{name}/quantized", output)
+    return quantized(g, layer.output_quantizer, f"{name}/quantized", output)
 
 
 def _integer_layer(
@@ -229,10 +218,10 @@ def patches(
         byte_grid = _ByteGrid.of(layer.input_quantizer)
         codes = _torch_codes(g, byte_grid, name, tokens)
         output = _integer_product(g, layer, name, codes, byte_grid)
-        return _quantized(g, layer.output_quantizer, f"{name}/quantized", output), grid
+        return quantized(g, layer.output_quantizer, f"{name}/quantized", output), grid
     if isinstance(layer, QuantConv2d):
         g.placed.add(name)
-        x = _quantized(g, layer.input_quantizer, f"{name}/input", x)
+        x = quantized(g, layer.input_quantizer, f"{name}/input", x)
     kernel = g.constant(f"{name}.weight", array(layer.weight))
     inputs = [x, kernel]
     if layer.bias is not None:
@@ -242,7 +231,7 @@ def patches(
     listed = g.node("Reshape", maps, flat, name=f"{name}/listed")
     output = g.node("Transpose", listed, name=f"{name}/output", perm=[0, 2, 1])
     if isinstance(layer, QuantConv2d):
-        output = _quantized(g, layer.output_quantizer, f"{name}/quantized", output)
+        output = quantized(g, layer.output_quantizer, f"{name}/quantized", output)
     return output, grid
 
 
@@ -267,7 +256,7 @@ def convolution(g: GraphBuilder, layer: nn.Module, name: str, x: str, size: tupl
     inputs = [x, g.constant(f"{name}.weight", array(layer.weight))]
     if isinstance(layer, QuantConv2d):
         g.placed.add(name)
-        inputs[0] = _quantized(g, layer.input_quantizer, f"{name}/input", x)
+        inputs[0] = quantized(g, layer.input_quantizer, f"{name}/input", x)
     if layer.bias is not None:
         inputs.append(g.constant(f"{name}.bias", array(layer.bias)))
     down, across = (int(side) for side in layer.padding)
@@ -275,7 +264,7 @@ def convolution(g: GraphBuilder, layer: nn.Module, name: str, x: str, size: tupl
     pads = [down, across, down, across]
     output = g.node("Conv", *inputs, name=f"{name}/convolved", strides=strides, pads=pads)
     if isinstance(layer, QuantConv2d):
-        output = _quantized(g, layer.output_quantizer, f"{name}/quantized", output)
+        output = quantized(g, layer.output_quantizer, f"{name}/quantized", output)
     return output
 
 
@@ -286,10 +275,10 @@ def matmul(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
     if not isinstance(site, QuantMatMul):
         raise ExportError(f"{name!r} is a {type(site).__name__}, and export knows products there")
     g.placed.add(name)
-    a = _quantized(g, site.left, f"{name}/left", a)
-    b = _quantized(g, site.right, f"{name}/right", b)
+    a = quantized(g, site.left, f"{name}/left", a)
+    b = quantized(g, site.right, f"{name}/right", b)
     product = g.node("MatMul", a, b, name=f"{name}/product")
-    return _quantized(g, site.output, f"{name}/quantized", product)
+    return quantized(g, site.output, f"{name}/quantized", product)
 
 
 def total(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
@@ -300,122 +289,3 @@ def total(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
         raise ExportError(f"{name!r} is a {type(site).__name__}, and export knows sums there")
     g.placed.add(name)
     return quantizer(g, site.quantizer, name, g.node("Add", a, b, name=f"{name}/total"))
-
-
-def _quantized(g: GraphBuilder, grid: Quantizer | None, name: str, x: str) -> str:
-    """A value as the quantizer gives it, or as it is if there is none."""
-    return x if grid is None else quantizer(g, grid, name, x)
-
-
-def quantizer(g: GraphBuilder, grid: Quantizer, name: str, x: str) -> str:
-    """A quantizer as float operators: decoded values of encoded ones."""
-    emit = _QUANTIZERS.get(type(grid))
-    if emit is None:
-        raise ExportError(f"{name!r} has a quantizer of kind {grid.kind!r}, unknown to export")
-    return emit(g, grid, name, x)
-
-
-def _uniform(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    scale, zero = (g.shared(array(t)) for t in (grid.scale, grid.zero))
-    return _on_grid(g, grid.bits, name, x, scale, zero)
-
-
-def _token(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    axes, none = [grid.axis], g.number(0)
-    low = g.node("ReduceMin", x, name=f"{name}/least", axes=axes, keepdims=1)
-    low = g.node("Min", low, none, name=f"{name}/low")
-    high = g.node("ReduceMax", x, name=f"{name}/most", axes=axes, keepdims=1)
-    high = g.node("Max", high, none, name=f"{name}/high")
-    step = g.node("Sub", high, low, name=f"{name}/range")
-    step = g.node("Div", step, g.number(2**grid.bits - 1), name=f"{name}/share")
-    step = g.node("Max", step, g.number(SMALLEST_STEP), name=f"{name}/step")
-    zero = g.node("Neg", g.node("Div", low, step, name=f"{name}/first"), name=f"{name}/zero")
-    scale = g.node("Mul", step, g.shared(array(grid.clip)), name=f"{name}/scale")
-    return _on_grid(g, grid.bits, name, x, scale, zero)
-
-
-def _prefix(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    first, others = _cut(g, grid, name, x)
-    first = quantizer(g, grid.prefix, f"{name}/first", first)
-    others = quantizer(g, grid.body, f"{name}/others", others)
-    return g.node("Concat", first, others, name=f"{name}/tokens", axis=-3 - grid.axis)
-
-
-def _cut(g: GraphBuilder, grid: PrefixQuantizer, name: str, x: str) -> tuple[str, str]:
-    """The first tokens and the others."""
-    along, none, end = g.whole(-3 - grid.axis), g.whole(0), g.whole(np.iinfo(np.int64).max)
-    count = g.whole(grid.count)
-    return (
-        g.node("Slice", x, none, count, along, name=f"{name}/first_tokens"),
-        g.node("Slice", x, count, end, along, name=f"{name}/other_tokens"),
-    )
-
-
-def _on_grid(g: GraphBuilder, bits: int, name: str, x: str, scale: str, zero: str) -> str:
-    x = g.node("Div", x, scale, name=f"{name}/ratio")
-    x = g.node("Add", x, zero, name=f"{name}/moved")
-    x = g.node("Round", x, name=f"{name}/rounded")
-    x = g.node("Clip", x, g.number(0), g.number(2**bits - 1), name=f"{name}/codes")
-    x = g.node("Sub", x, zero, name=f"{name}/steps")
-    return g.node("Mul", x, scale, name=f"{name}/value")
-
-
-def _log(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    shift, scale = array(grid.shift), array(grid.scale)
-    if shift.any():
-        x = g.node("Add", x, g.shared(shift), name=f"{name}/shifted")
-    x = g.node("Div", x, g.shared(scale), name=f"{name}/ratio")
-    x = g.node("Clip", x, g.number(SMALLEST), g.number(1), name=f"{name}/share")
-    x = g.node("Log", x, name=f"{name}/log")
-    factor = -grid.denominator / grid.step / math.log(2)
-    x = g.node("Mul", x, g.number(factor), name=f"{name}/power")
-    x = g.node("Round", x, name=f"{name}/rounded")
-    x = g.node("Min", x, g.number(grid.n_codes - 1), name=f"{name}/limited")
-    x = g.indices(x, name=f"{name}/codes")
-    levels = g.constant(f"{name}.levels", array(grid.levels))
-    return g.node("Gather", levels, x, name=f"{name}/value")
-
-
-def _twin_gelu(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    low, high = (g.shared(array(t)) for t in (grid.low, grid.high))
-    nought = g.number(0)
-    negative = g.node("Less", x, nought, name=f"{name}/negative")
-    step = g.node("Where", negative, low, high, name=f"{name}/step")
-    x = g.node("Div", x, step, name=f"{name}/ratio")
-    x = g.node("Round", x, name=f"{name}/rounded")
-    least, most = g.number(-grid.zero), g.number(grid.n_codes - 1 - grid.zero)
-    x = g.node("Clip", x, least, most, name=f"{name}/steps")
-    below = g.node("Less", x, nought, name=f"{name}/below")
-    step = g.node("Where", below, low, high, name=f"{name}/back")
-    return g.node("Mul", x, step, name=f"{name}/value")
-
-
-def _twin_softmax(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    low, high = array(grid.low), array(grid.high)
-    end = low * np.float32(grid.n_fine - 1)
-    first = np.floor(end / high) + 1
-    last = grid.n_codes - 1 - grid.zero
-    fine = g.node("Div", x, g.shared(low), name=f"{name}/fine_ratio")
-    fine = g.node("Round", fine, name=f"{name}/fine_rounded")
-    fine = g.node("Clip", fine, g.number(0), g.number(grid.n_fine - 1), name=f"{name}/fine_steps")
-    fine = g.node("Mul", fine, g.shared(low), name=f"{name}/fine")
-    if not (first <= last).any():
-        return fine
-    coarse = g.node("Div", x, g.shared(high), name=f"{name}/coarse_ratio")
-    coarse = g.node("Round", coarse, name=f"{name}/coarse_rounded")
-    coarse = g.node("Min", coarse, g.number(last), name=f"{name}/coarse_limited")
-    coarse = g.node("Max", coarse, g.shared(first), name=f"{name}/coarse_steps")
-    coarse = g.node("Mul", coarse, g.shared(high), name=f"{name}/coarse")
-    border = np.where(first <= last, (end + first * high) / 2, np.inf).astype(np.float32)
-    beyond = g.node("Greater", x, g.shared(border), name=f"{name}/beyond")
-    return g.node("Where", beyond, coarse, fine, name=f"{name}/value")
-
-
-_QUANTIZERS: dict[type[Quantizer], Callable[[GraphBuilder, Any, str, str], str]] = {
-    UniformQuantizer: _uniform,
-    LogQuantizer: _log,
-    TokenQuantizer: _token,
-    PrefixQuantizer: _prefix,
-    TwinGeluQuantizer: _twin_gelu,
-    TwinSoftmaxQuantizer: _twin_softmax,
-}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lampq.artifact.onnx.builder import BATCH, GraphBuilder
+from lampq.artifact.onnx.grids import array
 from lampq.artifact.onnx.parts import (
     INPUT,
     Size,
@@ -16,7 +17,7 @@ from lampq.artifact.onnx.parts import (
     require,
     sliced,
 )
-from lampq.artifact.onnx.sites import array, linear, matmul, patches, total
+from lampq.artifact.onnx.sites import linear, matmul, patches, total
 from lampq.graph.attention import ExplicitWindowAttention
 from lampq.graph.blocks import explicit_blocks
 from lampq.graph.windows import padded_swin_block, shift_mask
