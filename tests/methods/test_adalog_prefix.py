@@ -131,3 +131,15 @@ def test_the_error_of_a_layer_is_that_of_its_rows_where_they_stand(vit: Case) ->
     wrong = rows @ fit.weight.T + fit.bias - view.bias - exact
     expected = float(wrong.square().sum() / exact.square().sum())
     assert fits.error(name, bits) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("norm", [None, "b.norm1"])
+def test_layers_of_which_only_class_tokens_were_seen_are_fitted(norm: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(20, 16, generator=generator)
+    spec = LayerSpec("b.attn.qkv", LayerRole.QKV, 0, 48, norm=norm, prefix=1)
+    layer = LinearView(spec, torch.randn(12, 16, generator=generator), torch.zeros(12))
+    first = torch.ones(20, dtype=torch.bool)
+    fit = AdaLog(prefix_bits=8).fit(layer, LayerBits(8, 8), LayerStats(inputs, first=first))
+    exact = inputs @ layer.weight.T
+    assert float((rows_output(fit, inputs, first) - exact).norm() / exact.norm()) < 0.05

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lampq.calibrate import LayerStats, MatmulStats
-from lampq.methods.adalog_layer import STEPS, LayerSearch
+from lampq.methods.adalog_layer import STEPS, LayerSearch, without
 from lampq.methods.base import LinearView
 from lampq.methods.search import (
     EXHAUSTIVE,
@@ -101,7 +101,7 @@ class AdaLog:
         weight, bias, inputs = layer.weight, layer.bias, stats.inputs
         first = None if self.prefix_bits == "target" else stats.first
         if layer.spec.norm is not None:
-            fold = self._best_fold(layer, bits, inputs if first is None else inputs[~first])
+            fold = self._best_fold(layer, bits, without(inputs, first))
             weight, bias = fold.of_linear(weight, bias)
             inputs = fold.of_inputs(inputs)
         problem = LayerSearch(self, weight, inputs, bits, bias, first=first)

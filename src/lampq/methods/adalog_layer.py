@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 STEPS = range(10, 138)
 
 
+def without(rows: Tensor, first: Tensor | None) -> Tensor:
+    """Those of the tokens without a width of their own; all where there are no such."""
+    return rows if first is None or bool(first.all()) else rows[~first]
+
+
 class LayerSearch:
     """The alternating search for one layer: weight grid given the input's, and back.
 
@@ -59,16 +64,10 @@ class LayerSearch:
             size = (inputs @ weight.T + (0 if bias is None else bias)).square().sum(dim=1)
             inverse = 1 / (size + size.median()).clamp_min(1e-30)
             self.shares = inverse / inverse.mean()
-        self.sampled = spread(self._others(inputs), method.tokens)
-        self.sampled_shares = spread(self._others(self.shares), method.tokens)
+        self.sampled = spread(without(inputs, first), method.tokens)
+        self.sampled_shares = spread(without(self.shares, first), method.tokens)
         self.input_quantizer: UniformQuantizer | LogQuantizer | TokenQuantizer | None = None
         self.weight_quantizer = self._nearest_weight()
-
-    def _others(self, rows: Tensor) -> Tensor:
-        """Those of the tokens without a width of their own; all where there are no such."""
-        if self.first is None or bool(self.first.all()):
-            return rows
-        return rows[~self.first]
 
     def _nearest_weight(self) -> UniformQuantizer:
         """The grid of least weighted squared error of the weight itself."""
