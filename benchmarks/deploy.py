@@ -6,7 +6,8 @@ python benchmarks/deploy.py --results runs/deploy.jsonl --table
 The real ViT-Tiny at mean widths of 4 and 3 bits in both profiles: top-1 in torch, ONNX Runtime and
 OpenVINO, the verification of the export, file size, speed; and the speed of a DeiT-S of random
 weights. On one thread speed is CPU time, so that a busy machine does not show; on two it is wall
-time. ``--images`` and ``--method`` make it small enough to try out, with another ``--results``.
+time. ``--images`` and ``--method`` make it small enough to try out, ``--reconstruct`` takes models
+that are reconstructed after their plan; each with another ``--results``.
 Packed files, finished fits and measures are in a folder beside the results, and are not made again.
 """
 
@@ -26,6 +27,7 @@ from rows import Row, command_line, compute, read
 from lampq import bench
 from lampq.artifact.checkpoint import load_checkpoint, write_atomically
 from lampq.artifact.fits import FitFolder
+from lampq.artifact.states import StateFolder
 from lampq.config import make_config
 from lampq.data import Samples
 from lampq.errors import ExportError
@@ -52,6 +54,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.work: Path = options.results.with_suffix(".work")
         self.method: str = options.method
+        self.reconstruct: str | None = options.reconstruct
         self.rounds: int = options.rounds
         self.loaded: LoadedModel = real.model()
         self.calibration: Samples = real.calibration()
@@ -65,10 +68,22 @@ class Bench:
         """The packed model of a mean width and a profile."""
         path = self.work / f"{bits} {profile}.safetensors"
         if not path.is_file():
-            config = make_config({"bits": bits, "profile": profile, "method": self.method})
+            config = make_config(
+                {
+                    "bits": bits,
+                    "profile": profile,
+                    "method": self.method,
+                    "reconstruct": self.reconstruct,
+                }
+            )
             folder = self.work / f"{self.method} {profile}"
             folder.mkdir(parents=True, exist_ok=True)
-            run = Run(Progress(), Journal(folder / "journal.jsonl"), FitFolder(folder / "fits"))
+            run = Run(
+                Progress(),
+                Journal(folder / "journal.jsonl"),
+                FitFolder(folder / "fits"),
+                states=StateFolder(folder / f"states {self.reconstruct} {bits}"),
+            )
             result = quantize(self.loaded.model, self.calibration, config=config, run=run)
             content = packed(result.model, result.source, result.plan, config, real.HOW)
             write_atomically(path, content)
@@ -244,6 +259,7 @@ def main() -> None:
     parser = command_line(__doc__, Path("runs/deploy.jsonl"))
     parser.add_argument("--images", type=int, help="only so many images of each set")
     parser.add_argument("--method", default="adalog", help="base method")
+    parser.add_argument("--reconstruct", help="finisher of the plans, such as align")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each benchmark")
     options = parser.parse_args()
     if options.table:

@@ -286,6 +286,7 @@ class _Site:
             g.input(f"{self.name}:{number}", ("batch", *x.shape[1:]))
             for number, x in enumerate(self.inputs)
         ]
+        g.tokens = int(self.inputs[0].shape[-2])
         if isinstance(self.module, QuantMatMul):
             value = matmul(g, self.module, self.name, *values)
         elif isinstance(self.module, QuantSum):

@@ -35,6 +35,7 @@ from lampq.quant.modules import (
     assemble,
     replace_module,
 )
+from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
@@ -209,9 +210,12 @@ def tokens(grid: Quantizer | None, shape: tuple[int, ...], low: float, high: flo
     return torch.where(near, x + 3 * step, x)
 
 
-def one_site(site: nn.Module, operands: tuple[Tensor, ...], *, any_cpu: bool = True) -> Any:
-    """The graph of a single layer or product."""
+def one_site(
+    site: nn.Module, operands: tuple[Tensor, ...], *, any_cpu: bool = True, known: bool = False
+) -> Any:
+    """The graph of a single layer or product; ``known``: it is told how many tokens there are."""
     g = GraphBuilder(any_cpu=any_cpu)
+    g.tokens = operands[0].shape[-2] if known else None
     names = [g.input(f"x{i}", ("batch", *operand.shape[1:])) for i, operand in enumerate(operands)]
     if isinstance(site, QuantMatMul):
         value = matmul(g, site, "site", *names)
@@ -229,13 +233,18 @@ def one_site(site: nn.Module, operands: tuple[Tensor, ...], *, any_cpu: bool = T
 
 
 def assert_same(
-    site: nn.Module, operands: tuple[Tensor, ...], runtime: str, *, any_cpu: bool = True
+    site: nn.Module,
+    operands: tuple[Tensor, ...],
+    runtime: str,
+    *,
+    any_cpu: bool = True,
+    known: bool = False,
 ) -> None:
     """The graph of a site gives what torch gives in double precision."""
     exact = site.double()(*(operand.double() for operand in operands)).numpy()
     if isinstance(site, QuantConv2d):
         exact = exact.reshape(*exact.shape[:2], -1).transpose(0, 2, 1)
-    graph = one_site(site.float(), operands, any_cpu=any_cpu)
+    graph = one_site(site.float(), operands, any_cpu=any_cpu, known=known)
     found = run(graph, {f"x{i}": x.numpy() for i, x in enumerate(operands)}, runtime)
     np.testing.assert_allclose(found, exact, atol=1e-6 * np.ptp(exact), rtol=0)
 
@@ -356,6 +365,31 @@ def test_a_product_of_queries_and_keys_with_ranges_per_token_gives_what_torch_gi
     a = off_borders(left, tokens(None, (2, 2, 5, 9), -1.0, 2.0))
     b = off_borders(right, tokens(None, (2, 2, 9, 6), -1.4, 1.4))
     assert_same(site, (a, b), runtime)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("known", [False, True], ids=["in parts", "at once"])
+@pytest.mark.parametrize("kind", ["token", "uniform"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_first_tokens_of_another_width_give_what_torch_gives(
+    count: int, kind: str, known: bool, runtime: str
+) -> None:
+    clip = torch.tensor([0.5, 0.8]).view(2, 1, 1)
+    scale, zero = torch.tensor([0.4, 0.5]).view(2, 1, 1), torch.tensor([3.0, 2.6]).view(2, 1, 1)
+
+    def grid(axis: int) -> PrefixQuantizer:
+        body = TokenQuantizer(3, clip, axis=axis)
+        other = UniformQuantizer(3, scale, zero)
+        first = TokenQuantizer(8, torch.ones(1), axis=axis)
+        body = body if kind == "token" else other
+        return PrefixQuantizer(3, first, body, count=count, axis=axis)
+
+    left, right = grid(-1), grid(-2)
+    site = QuantMatMul(MatmulFit(MatmulSpec("site", "qk", 0), left, right))
+    a = off_borders(left, tokens(None, (2, 2, 6, 9), -1.0, 2.0))
+    b = off_borders(right, tokens(None, (2, 2, 9, 6), -1.4, 1.4))
+    assert ("Slice" in kinds(one_site(site, (a, b), known=known))) != known
+    assert_same(site, (a, b), runtime, known=known)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

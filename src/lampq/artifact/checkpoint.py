@@ -21,7 +21,7 @@ from lampq.artifact.pack import pack, unpack
 from lampq.data import Preprocessing
 from lampq.detection.source import source_from
 from lampq.errors import ConfigError, FormatError, LampqError
-from lampq.graph.attention import explicit
+from lampq.graph.attention import explicit, explicit_
 from lampq.graph.blocks import Sum
 from lampq.models import ModelSource, load_state
 from lampq.quant.base import CodedQuantizer, Quantizer, describe, rebuild
@@ -295,7 +295,7 @@ def read_header(path: Path) -> Header:
 def load_checkpoint(path: Path, model: nn.Module | None = None) -> nn.Module:
     """The quantized model of a checkpoint; ``model`` is needed for architectures of one's own."""
     header, tensors = read_checkpoint(path)
-    float_model = explicit(header.source.build() if model is None else model)
+    float_model = explicit_(header.source.build()) if model is None else explicit(model)
     try:
         for spec, bits in header.layers():
             entry = header.content["layers"][spec.name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lampq.errors import FormatError
@@ -33,8 +34,22 @@ def unpack(packed: Tensor, bits: int, shape: tuple[int, ...]) -> Tensor:
             f"{count} codes of {bits} bits take {packed_size(count, bits)} bytes, "
             f"found {packed.numel()} values of {packed.dtype}"
         )
+    if bits <= 8:
+        return torch.from_numpy(_narrow(packed.numpy(), bits, count).reshape(shape))
     stream = np.unpackbits(packed.numpy(), bitorder="little", count=count * bits)
     octets = np.packbits(stream.reshape(count, bits), axis=1, bitorder="little")
-    if bits <= 8:
-        return torch.from_numpy(octets.reshape(shape))
     return torch.from_numpy(octets.view("<u2").astype(np.int16).reshape(shape))
+
+
+def _narrow(octets: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint8]:
+    """Codes of at most eight bits: eight of them are so many bytes, and fit into one word."""
+    groups = -(-count // 8)
+    whole = np.zeros(groups * bits, dtype=np.uint8)
+    whole[: len(octets)] = octets
+    words = np.zeros((groups, 8), dtype=np.uint8)
+    words[:, :bits] = whole.reshape(groups, bits)
+    word = words.view("<u8")[:, 0]
+    codes = np.empty((groups, 8), dtype=np.uint8)
+    for place in range(8):
+        codes[:, place] = (word >> np.uint64(place * bits)) & np.uint64(2**bits - 1)
+    return codes.reshape(-1)[:count]

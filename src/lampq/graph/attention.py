@@ -97,12 +97,16 @@ def _known_attentions() -> dict[type[nn.Module], Callable[[Any], nn.Module]]:
 
 def explicit(model: nn.Module) -> nn.Module:
     """A frozen copy of the model for evaluation, with known attentions and sums made explicit."""
+    return explicit_(copy.deepcopy(model))
+
+
+def explicit_(model: nn.Module) -> nn.Module:
+    """The model itself, frozen for evaluation, with known attentions and sums made explicit."""
     converters = {**known_blocks(), **_known_attentions()}
-    opened = copy.deepcopy(model).eval()
-    for name, module in list(opened.named_modules()):
+    for name, module in list(model.named_modules()):
         convert = converters.get(type(module))
         if convert is not None:
-            replace_module(opened, name, convert(module))
-    for parameter in opened.parameters():
+            replace_module(model, name, convert(module))
+    for parameter in model.parameters():
         parameter.requires_grad = False
-    return opened.eval()
+    return model.eval()

@@ -33,12 +33,14 @@ class GraphBuilder:
     """Nodes and constants of one graph; values are known by name.
 
     ``any_cpu``: integer products must be right also on processors that sum them in 16 bits.
-    ``placed`` are the quantized modules whose nodes are there, by name.
+    ``placed`` are the quantized modules whose nodes are there, by name. ``tokens``: how many tokens
+    an image has, where all of them go through all layers; None if nobody knows.
     """
 
     def __init__(self, *, any_cpu: bool = True) -> None:
         self._onnx, self.any_cpu = require_onnx(), any_cpu
         self.placed: set[str] = set()
+        self.tokens: int | None = None
         self._nodes: list[Any] = []
         self._constants: dict[str, Array] = {}
         self._shared: dict[tuple[Any, ...], str] = {}

@@ -129,7 +129,8 @@ def _tokens(g: GraphBuilder, model: Any) -> tuple[str, int]:
         )
         repeated = g.node("Expand", g.constant("ahead", first), shape, name="tokens/ahead")
         x = g.node("Concat", repeated, x, name="tokens", axis=1)
-    return x, count + prefix
+    g.tokens = count + prefix
+    return x, g.tokens
 
 
 def _encoded(g: GraphBuilder, model: Any) -> str:

@@ -39,29 +39,72 @@ def quantizer(g: GraphBuilder, grid: Quantizer, name: str, x: str) -> str:
 
 
 def _uniform(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    scale, zero = (g.shared(array(t)) for t in (grid.scale, grid.zero))
-    return _on_grid(g, grid.bits, name, x, scale, zero)
+    scale, low = (g.shared(array(t)) for t in (grid.scale, -grid.zero))
+    return _on_grid(g, 2**grid.bits - 1, name, x, scale, low)
 
 
 def _token(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    axes, none = [grid.axis], g.number(0)
+    top = g.number(2**grid.bits - 1)
+    scale, low = _token_grid(g, grid.axis, name, x, top, g.shared(array(grid.clip)))
+    return _on_grid(g, 2**grid.bits - 1, name, x, scale, low)
+
+
+def _token_grid(
+    g: GraphBuilder, axis: int, name: str, x: str, top: str, clip: str
+) -> tuple[str, str]:
+    """Scale of every token, and its least value in steps of the whole range.
+
+    ``top`` is the last code, ``clip`` the part of the range that is taken.
+    """
+    axes, none = [axis], g.number(0)
     low = g.node("ReduceMin", x, name=f"{name}/least", axes=axes, keepdims=1)
     low = g.node("Min", low, none, name=f"{name}/low")
     high = g.node("ReduceMax", x, name=f"{name}/most", axes=axes, keepdims=1)
     high = g.node("Max", high, none, name=f"{name}/high")
     step = g.node("Sub", high, low, name=f"{name}/range")
-    step = g.node("Div", step, g.number(2**grid.bits - 1), name=f"{name}/share")
+    step = g.node("Div", step, top, name=f"{name}/share")
     step = g.node("Max", step, g.number(SMALLEST_STEP), name=f"{name}/step")
-    zero = g.node("Neg", g.node("Div", low, step, name=f"{name}/first"), name=f"{name}/zero")
-    scale = g.node("Mul", step, g.shared(array(grid.clip)), name=f"{name}/scale")
-    return _on_grid(g, grid.bits, name, x, scale, zero)
+    first = g.node("Div", low, step, name=f"{name}/first")
+    return g.node("Mul", step, clip, name=f"{name}/scale"), first
 
 
 def _prefix(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
+    one_pass = isinstance(grid.prefix, TokenQuantizer) and isinstance(
+        grid.body, TokenQuantizer | UniformQuantizer
+    )
+    if one_pass and g.tokens is not None and grid.count < g.tokens:
+        return _prefix_at_once(g, grid, name, x, g.tokens)
     first, others = cut(g, grid, name, x)
     first = quantizer(g, grid.prefix, f"{name}/first", first)
     others = quantizer(g, grid.body, f"{name}/others", others)
     return g.node("Concat", first, others, name=f"{name}/tokens", axis=-3 - grid.axis)
+
+
+def _prefix_at_once(g: GraphBuilder, grid: Any, name: str, x: str, tokens: int) -> str:
+    """All tokens by the same nodes, with constants that differ from token to token.
+
+    Half the nodes of two parts, and none of the tokens is copied.
+    """
+    prefix, body = grid.prefix, grid.body
+
+    def of_tokens(first: Any, others: Any) -> Any:
+        shape = np.broadcast_shapes(np.shape(first), np.shape(others), (1, 1))
+        counts = (grid.count, tokens - grid.count)
+        parts = [
+            np.repeat(np.broadcast_to(value, shape), count, axis=-3 - grid.axis)
+            for value, count in zip((first, others), counts, strict=True)
+        ]
+        return np.concatenate(parts, axis=-3 - grid.axis)
+
+    ranged = isinstance(body, TokenQuantizer)
+    last = g.shared(of_tokens(np.float32(2**prefix.bits - 1), np.float32(2**body.bits - 1)))
+    clip = g.shared(of_tokens(array(prefix.clip), array(body.clip if ranged else prefix.clip)))
+    scale, low = _token_grid(g, grid.axis, name, x, last, clip)
+    if not ranged:
+        own = g.shared(of_tokens(np.True_, np.False_))
+        scale = g.node("Where", own, scale, g.shared(array(body.scale)), name=f"{name}/scales")
+        low = g.node("Where", own, low, g.shared(array(-body.zero)), name=f"{name}/lows")
+    return _on_grid(g, last, name, x, scale, low)
 
 
 def cut(g: GraphBuilder, grid: PrefixQuantizer, name: str, x: str) -> tuple[str, str]:
@@ -74,12 +117,20 @@ def cut(g: GraphBuilder, grid: PrefixQuantizer, name: str, x: str) -> tuple[str,
     )
 
 
-def _on_grid(g: GraphBuilder, bits: int, name: str, x: str, scale: str, zero: str) -> str:
+def _on_grid(g: GraphBuilder, last: int | str, name: str, x: str, scale: str, low: str) -> str:
+    """The value on a grid from ``low``, minus its zero point, on.
+
+    Its last code is one number, or one for every token.
+    """
     x = g.node("Div", x, scale, name=f"{name}/ratio")
-    x = g.node("Add", x, zero, name=f"{name}/moved")
+    x = g.node("Sub", x, low, name=f"{name}/moved")
     x = g.node("Round", x, name=f"{name}/rounded")
-    x = g.node("Clip", x, g.number(0), g.number(2**bits - 1), name=f"{name}/codes")
-    x = g.node("Sub", x, zero, name=f"{name}/steps")
+    if isinstance(last, int):
+        x = g.node("Clip", x, g.number(0), g.number(last), name=f"{name}/codes")
+    else:
+        x = g.node("Max", x, g.number(0), name=f"{name}/raised")
+        x = g.node("Min", x, last, name=f"{name}/codes")
+    x = g.node("Add", x, low, name=f"{name}/steps")
     return g.node("Mul", x, scale, name=f"{name}/value")
 
 
