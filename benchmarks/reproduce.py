@@ -1,6 +1,7 @@
 """The accuracy table of docs/reproduction.md: one JSON line per row, resumable.
 
 python benchmarks/reproduce.py --results runs/reproduction.jsonl [--only best] [--threads 2]
+python benchmarks/reproduce.py --results runs/reproduction.jsonl --only distill --iterations 7000
 python benchmarks/reproduce.py --results runs/reproduction.jsonl --table
 """
 
@@ -67,13 +68,14 @@ class Bench:
         progress, config = Progress(), make_config(options)
         shared = [config.method, config.preset, config.fit_inputs, str(config.seed)]
         shared += [config.input_ranges, f"first {config.prefix_bits}"]
+        steps = "" if config.iterations is None else f" {config.iterations} steps"
         folder = self.work / " ".join(shared)
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(
             progress,
             Journal(folder / "journal.jsonl"),
             FitFolder(folder / "fits"),
-            states=StateFolder(folder / f"states {config.reconstruct} {config.bits:g}"),
+            states=StateFolder(folder / f"states {config.reconstruct} {config.bits:g}{steps}"),
         )
         result = quantize(self.loaded.model, self.calibration, config=config, run=run)
         return result, progress
@@ -146,7 +148,7 @@ def randoms(bench: Bench, bits: int, draws: int) -> Iterator[tuple[str, Callable
         yield f"random {bits} draw {draw}", partial(score, draw)
 
 
-def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
+def jobs(bench: Bench, iterations: int | None) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Every row of the table, by key, most wanted first."""
     yield "fp32", lambda: bench.score(bench.loaded.model)
     for bits in (4, 3):
@@ -162,12 +164,17 @@ def jobs(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
                     f"{preset} {bits} seed {seed}",
                     partial(mixed, bench, preset, bits, seed),
                 )
-    for name in ("align", "distill"):
-        for bits in (3, 4):
-            yield (
-                f"best with {name} {bits} seed 0",
-                partial(mixed, bench, "best", bits, 0, name),
-            )
+    for bits in (3, 4):
+        yield (
+            f"best with align {bits} seed 0",
+            partial(mixed, bench, "best", bits, 0, "align"),
+        )
+    steps = "" if iterations is None else f" ({iterations:,} steps)"
+    for bits in (3, 4):
+        yield (
+            f"best with distill {bits} seed 0{steps}",
+            partial(mixed, bench, "best", bits, 0, "distill", iterations=iterations),
+        )
     for name, options in EARLIER.items():
         for also in (None, "align"):
             for bits in (3, 4):
@@ -233,11 +240,14 @@ def table(rows: list[Row]) -> str:
 
 def main() -> None:
     """Compute the rows that the results file does not have yet, or print them."""
-    options = command_line(__doc__, Path("runs/reproduction.jsonl")).parse_args()
+    parser = command_line(__doc__, Path("runs/reproduction.jsonl"))
+    parser.add_argument("--iterations", type=int, help="training steps of distillation")
+    options = parser.parse_args()
     if options.table:
         print(table(sorted(read(options.results), key=lambda row: str(row["key"]))))
         return
-    compute(options, lambda: jobs(Bench(options.results.with_suffix(".work"))))
+    work = options.results.with_suffix(".work")
+    compute(options, lambda: jobs(Bench(work), options.iterations))
 
 
 if __name__ == "__main__":
