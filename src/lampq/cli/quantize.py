@@ -75,7 +75,8 @@ def quantize_command(
     method: Annotated[
         str | None,
         typer.Option(
-            help="adalog, apq, erq, gptq, minmax, psaq, ptq4vit or repq", rich_help_panel=METHOD
+            help="adalog, apq, erq, gptq, minmax, mse, psaq, ptq4vit or repq",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     rotation: Annotated[

@@ -6,6 +6,7 @@ from lampq.methods.base import FitCache, FitStore, LinearView, Method, SiteWidth
 from lampq.methods.erq import ERQ
 from lampq.methods.gptq import GPTQ
 from lampq.methods.minmax import MinMax
+from lampq.methods.mse import MSE
 from lampq.methods.psaq import psaq
 from lampq.methods.ptq4vit import PTQ4ViT
 from lampq.methods.repq import RepQ
@@ -17,6 +18,7 @@ METHODS.add("apq", APQ)
 METHODS.add("erq", ERQ)
 METHODS.add("gptq", GPTQ)
 METHODS.add("minmax", MinMax)
+METHODS.add("mse", MSE)
 METHODS.add("psaq", psaq)
 METHODS.add("ptq4vit", PTQ4ViT)
 METHODS.add("repq", RepQ)

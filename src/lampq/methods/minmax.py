@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,8 @@ from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits, LayerRole, MatmulSpec
 
 PICTURE_BITS = 8
+Ranges = Callable[[Tensor, int], UniformQuantizer]
+"""The grid of a tensor at a width."""
 
 
 def per_row(weight: Tensor, bits: int) -> UniformQuantizer:
@@ -28,6 +31,17 @@ def per_tensor(x: Tensor, bits: int) -> UniformQuantizer:
     return UniformQuantizer.between(bits, x.min(), x.max(), whole=bits > 1)
 
 
+def nearest_fit(
+    layer: LinearView, bits: LayerBits, stats: LayerStats, *, of_rows: Ranges, of_tensor: Ranges
+) -> LayerFit:
+    """The layer rounded to nearest on grids of its rows and of its input; pictures keep 8 bits."""
+    weight_quantizer = of_rows(layer.weight, bits.weight)
+    picture = layer.spec.role is LayerRole.PATCH_EMBED
+    inputs = of_tensor(stats.inputs, PICTURE_BITS if picture else bits.activation)
+    codes = compact(weight_quantizer.encode(layer.weight), bits.weight)
+    return LayerFit(layer.spec, bits, codes, layer.bias, weight_quantizer, inputs)
+
+
 @dataclass(frozen=True, slots=True)
 class MinMax:
     """Weights per output channel, activations per tensor, no search.
@@ -39,11 +53,7 @@ class MinMax:
 
     def fit(self, layer: LinearView, bits: LayerBits, stats: LayerStats) -> LayerFit:
         """The layer at that width; pictures keep eight bits."""
-        weight_quantizer = per_row(layer.weight, bits.weight)
-        picture = layer.spec.role is LayerRole.PATCH_EMBED
-        inputs = per_tensor(stats.inputs, PICTURE_BITS if picture else bits.activation)
-        codes = compact(weight_quantizer.encode(layer.weight), bits.weight)
-        return LayerFit(layer.spec, bits, codes, layer.bias, weight_quantizer, inputs)
+        return nearest_fit(layer, bits, stats, of_rows=per_row, of_tensor=per_tensor)
 
     def fit_matmul(
         self, site: MatmulSpec, left_bits: int, right_bits: int, stats: MatmulStats

@@ -11,11 +11,11 @@ from lampq.reproduce.published import CLASSIFICATION
 from lampq.reproduce.scores import Method, draw_scores, float_row, measured, score_table, wanted
 from lampq.reproduce.table import Table
 
-# in the order of the paper; QDrop and PD-Quant train uniform grids, and start here from min-max
+# in the order of the paper; QDrop and PD-Quant train uniform grids from ranges of least error
 METHODS = (
-    Method("qdrop", "QDrop", "uniform", {"method": "minmax", "reconstruct": "qdrop"}),
+    Method("qdrop", "QDrop", "uniform", {"method": "mse", "reconstruct": "qdrop"}),
     Method("ptq4vit", "PTQ4ViT", "uniform", {"method": "ptq4vit"}),
-    Method("pdquant", "PD-Quant", "uniform", {"method": "minmax", "reconstruct": "pdquant"}),
+    Method("pdquant", "PD-Quant", "uniform", {"method": "mse", "reconstruct": "pdquant"}),
     Method("repq", "RepQ-ViT", "uniform", {"method": "repq"}),
     Method("optq", "OPTQ", "uniform", {"method": "gptq"}),
     Method("erq", "ERQ", "uniform", {"method": "erq"}),
@@ -25,8 +25,8 @@ METHODS = (
 )
 NOT_AT_3 = ("pdquant", "optq", "erq")
 NOTES = (
-    "QDrop and PD-Quant start from the fits of `minmax` and train {iterations} steps a block; "
-    "published, 20,000 from a range search of their own.",
+    "QDrop and PD-Quant start from ranges of least error (`mse`) and train {iterations} steps a "
+    "block; published, 20,000.",
     "VT-PTQ is its allocation only, on AdaLog, as in the paper. What else differs from the "
     "published methods is in the architecture page, under Deviations.",
 )
