@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lampq.reproduce.lab import Lab
-from lampq.reproduce.part import Found, Part
+from lampq.reproduce.part import Found, Part, width
 from lampq.reproduce.pictures import MODULE_STYLE, ROLE_STYLE, legend_above, lines, whole_ticks
 from lampq.reproduce.probing import MODULES, ROLES, members
 from lampq.reproduce.table import Column, Table
@@ -75,7 +75,7 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
     notes = (
         f"Largest mean of a type over the smallest: nuclear norms {spread[NUCLEAR]:.3g}, traces "
         f"{spread[TRACE]:.3g}, scaled {spread[SCALED]:.3g}.",
-        f"Factors alpha of the types, from probes at {result['probe']['bits']} bit(s): {factors}.",
+        f"Factors alpha of the types, from probes at {width(result['probe']['bits'])}: {factors}.",
         *(f"LampQ: {notice}." for notice in result["notices"]),
     )
     caption = "Metric values by block and type."

@@ -18,6 +18,11 @@ def base_of(found: Found) -> str:
     return str(found["asked"]["options"].get("method") or "adalog")
 
 
+def width(bits: int) -> str:
+    """A width in words."""
+    return "1 bit" if bits == 1 else f"{bits} bits"
+
+
 def told_once(notices: Iterable[tuple[str, str]]) -> list[str]:
     """Each notice once, with the names of all that have it before it."""
     names: dict[str, list[str]] = {}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lampq.reproduce.lab import Lab
-from lampq.reproduce.part import Found, Part
+from lampq.reproduce.part import Found, Part, width
 from lampq.reproduce.pictures import BLUE, RED, legend_above, lines, whole_ticks
 from lampq.reproduce.probing import Probing, at, members
 from lampq.reproduce.table import Column, Table
@@ -29,7 +29,7 @@ def compute(lab: Lab) -> Found:
     for name, base in zip(STYLES, ({}, first), strict=True):
         whole[name] = probing.accuracy(base, {})
         drops[name] = {role: {} for role in ROLES}
-        for role, block in progress.track(wanted, f"layers at {bits} bits", len(wanted)):
+        for role, block in progress.track(wanted, f"layers at {width(bits)}", len(wanted)):
             reached = probing.accuracy(base, at(found[block][role], bits))
             drops[name][role][str(block)] = whole[name] - reached
     return {"bits": bits, "whole": whole, "drops": drops}
@@ -47,11 +47,11 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
     )
     whole = result["whole"]
     notes = (
-        f"With no layer at {result['bits']} bit the float model has {whole['float']:.2f} %, that "
-        f"with its first block at {FIRST_BITS} bits {whole['first block at 2 bits']:.2f} %. "
+        f"With no layer at {width(result['bits'])} the float model has {whole['float']:.2f} %, "
+        f"that with its first block at {FIRST_BITS} bits {whole['first block at 2 bits']:.2f} %. "
         "Attention products stay in float in both.",
     )
-    caption = f"Drop of top-1 accuracy in points with one layer at {result['bits']} bit."
+    caption = f"Drop of top-1 accuracy in points with one layer at {width(result['bits'])}."
     return (Table("partly-quantized", caption, columns, rows, (), notes),)
 
 
@@ -63,7 +63,7 @@ def draw(figure: Any, found: Sequence[Found]) -> None:
         blocks = [int(block) for block in result["drops"]["float"][role]]
         series = {name: list(result["drops"][name][role].values()) for name in STYLES}
         lines(panel, blocks, series, STYLES)
-        panel.set_xlabel(f"block of the {role} layer at {result['bits']} bit")
+        panel.set_xlabel(f"block of the {role} layer at {width(result['bits'])}")
         whole_ticks(panel.xaxis)
         legend_above(panel, 2)
     panels[0].set_ylabel("drop of top-1 [points]")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lampq.reproduce.lab import Lab
-from lampq.reproduce.part import Found, Part, base_of
+from lampq.reproduce.part import Found, Part, base_of, width
 from lampq.reproduce.pictures import (
     BLACK,
     MODULE_STYLE,
@@ -31,7 +31,7 @@ def compute(lab: Lab) -> Found:
     progress = lab.progress()
     accuracy: dict[str, dict[str, float]] = {str(block): {} for block in found}
     whole = probing.accuracy({}, {})
-    for block, name in progress.track(cases, f"components at {bits} bits", len(cases)):
+    for block, name in progress.track(cases, f"components at {width(bits)}", len(cases)):
         accuracy[str(block)][name] = probing.accuracy({}, at(found[block][name], bits))
     return {"bits": bits, "float": whole, "accuracy": accuracy}
 
@@ -52,10 +52,10 @@ def tables(found: Sequence[Found]) -> tuple[Table, ...]:
     )
     notes = (
         f"The float model has {result['float']:.2f} % on these images. The component is at "
-        f"{result['bits']} bit for weights and inputs, fitted by `{base_of(one)}`; all else is in "
-        "float, the attention products too.",
+        f"{width(result['bits'])} for weights and inputs, fitted by `{base_of(one)}`; all else is "
+        "in float, the attention products too.",
     )
-    caption = f"Top-1 accuracy in percent with one component at {result['bits']} bit."
+    caption = f"Top-1 accuracy in percent with one component at {width(result['bits'])}."
     return (Table("sensitivity", caption, columns, rows, (), notes),)
 
 
@@ -76,7 +76,7 @@ def draw(figure: Any, found: Sequence[Found]) -> None:
         panel.set_xlabel("block")
         whole_ticks(panel.xaxis)
         legend_above(panel, 5)
-    left.set_ylabel(f"top-1 [%], one component at {result['bits']} bit")
+    left.set_ylabel(f"top-1 [%], one component at {width(result['bits'])}")
     left.set_ylim(bottom=0)
 
 
