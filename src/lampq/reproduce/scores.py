@@ -185,7 +185,7 @@ def draw_scores(
                 panel.scatter(x, y, marker="D", s=22, color="white", edgecolor=BLACK, zorder=3)
             if whole is not None:
                 panel.axvline(whole, color=BLACK, linewidth=1, linestyle="--")
-            panel.set_title(f"{one['label']}, {at} bits; dashed: float", loc="left")
+            panel.set_title(f"{one['label']}\n{at} bits; dashed: float", loc="left")
             panel.set_xlabel(measure.title)
 
 
