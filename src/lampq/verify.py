@@ -188,8 +188,13 @@ def _own_agreement(
 
 
 def _least(own: float, images: int) -> float:
-    """What is still as good as ``own`` percent: three deviations of the difference below."""
-    return own - 3 * math.sqrt(2 * own * (100 - own) / images)
+    """What is still as good as ``own`` percent: three deviations of the difference below.
+
+    The deviation is that of one answer more of either kind: that all of a few images agree does
+    not say that all others would.
+    """
+    share = (own / 100 * images + 1) / (images + 2)
+    return own - 300 * math.sqrt(2 * share * (1 - share) / images)
 
 
 def version_of(runtime: str) -> str:
