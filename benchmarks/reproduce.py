@@ -37,13 +37,15 @@ EARLIER: dict[str, dict[str, Any]] = {
 
 
 class Bench:
-    """Model, images and float logits, loaded once."""
+    """Model, images and float logits, loaded once; of the evaluation images so many, or all."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, evaluation: int | None = None) -> None:
         self.work = work
         self.loaded: LoadedModel = real.model()
         self.calibration: Samples = real.calibration()
         self.evaluation: Samples = real.evaluation()
+        if evaluation is not None:
+            self.evaluation = self.evaluation.subset(evaluation, 0)
         self.logits = predict(self.loaded.model, self.evaluation)
 
     def score(self, model: torch.nn.Module) -> Row:

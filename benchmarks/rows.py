@@ -66,5 +66,6 @@ def compute(
         row = {"key": key, **job(), "date": datetime.now(UTC).date().isoformat()}
         with options.results.open("a", encoding="utf-8") as handle:
             handle.write(json.dumps(row) + "\n")
+        done.add(key)
         seconds = time.perf_counter() - start
         print(f"{key}: {say(row)} ({seconds:.0f} s)", flush=True)

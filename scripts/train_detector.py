@@ -199,9 +199,8 @@ def train(options: argparse.Namespace) -> None:
     model = model_of(options)
     begin(model, options)
     course = Course(model, options)
-    stream = scenes(
-        items(options.data, "train"), SEEDS["train"], None, course.first * options.batch
-    )
+    seen = options.seen + course.first * options.batch
+    stream = scenes(items(options.data, "train"), SEEDS["train"], None, seen)
     test = make_scenes(items(options.data, "t10k"), 100, SEEDS["test"])
     log = Log(course.first, course.steps)
     feed = batches(stream, options.batch)
@@ -274,6 +273,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rate", type=float, default=8e-4)
+    parser.add_argument("--seen", type=int, default=0, help="scenes that the weights have seen")
     parser.add_argument("--every", type=int, default=500, help="steps between scores")
     parser.add_argument("--split", choices=("calib", "eval"), default="eval", help="of scenes")
     parser.add_argument("--count", type=int, default=500, help="number of scenes")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from lampq.data import Samples
 from lampq.errors import GraphError
 from lampq.hooks import recording
 from lampq.passes import drawn_labels
+from lampq.progress import Progress
 from lampq.tokens import tokens_of
 from lampq.types import LayerRole, LayerSpec, ModelGraph
+
+T = TypeVar("T")
 
 ONE = ModelGraph((LayerSpec("1", LayerRole.FC1, 0, 12),), (), ())
 
@@ -117,6 +122,22 @@ def test_another_seed_keeps_other_tokens(plain: nn.Module) -> None:
         collect(plain, ONE, _numbered(8), max_tokens=8, batch=8, seed=seed)["1"] for seed in (1, 2)
     )
     assert not torch.equal(_rows(first), _rows(other))
+
+
+def test_the_progress_of_collecting_is_shown_by_batches(vit: Case) -> None:
+    class Counting(Progress):
+        def track(self, items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+            said.append((label, total))
+            for item in items:
+                yield item
+                steps.append(label)
+
+    said: list[tuple[str, int | None]] = []
+    steps: list[str] = []
+    collect(vit.model, vit.graph, vit.samples, batch=2, progress=Counting())
+    batches = -(-len(vit.samples) // 2)
+    assert said == [("inputs of layers", batches)]
+    assert len(steps) == batches
 
 
 def test_collecting_does_not_touch_the_global_generator(vit: Case) -> None:

@@ -13,6 +13,7 @@ from lampq.data import AnySamples
 from lampq.errors import DataError, GraphError
 from lampq.hooks import Call, hooked, recording_calls, recording_gradients
 from lampq.passes import CLASSIFIER, Passes, backward
+from lampq.progress import Progress
 from lampq.tokens import (
     count_tokens,
     drawn,
@@ -156,6 +157,7 @@ def collect(
     batch: int = 16,
     seed: int = 0,
     passes: Passes = CLASSIFIER,
+    progress: Progress | None = None,
 ) -> Mapping[str, Stats]:
     """Inputs of every site, at most ``max_tokens`` tokens and ``max_maps`` attention maps each.
 
@@ -185,8 +187,11 @@ def collect(
 
     kept_of_gradients = (lambda _name, gradient: gradient) if gradients else summed
     with recording_calls(model, [*names, *added], kept_of_gradients) as calls:
-        before = 0
-        for number, (images, known) in enumerate(samples.batches(passes.at_once(batch))):
+        before, size = 0, passes.at_once(batch)
+        batches = (progress or Progress()).track(
+            samples.batches(size), "inputs of layers", -(-len(samples) // size)
+        )
+        for number, (images, known) in enumerate(batches):
             calls.clear()
             generator = torch.Generator().manual_seed(seed + number)
             if sloped:

@@ -14,15 +14,21 @@ from torch.nn import functional as F
 
 from lampq.data import Samples
 from lampq.hooks import recording
+from lampq.progress import Progress
 from lampq.quant.modules import replace_module
 
 BATCH = 25
 
 
 @torch.no_grad()
-def predict(model: nn.Module, samples: Samples, batch: int = BATCH) -> Tensor:
+def predict(
+    model: nn.Module, samples: Samples, batch: int = BATCH, progress: Progress | None = None
+) -> Tensor:
     """Logits of all samples, (samples, classes)."""
-    return torch.cat([model(images) for images, _ in samples.batches(batch)])
+    batches = (progress or Progress()).track(
+        samples.batches(batch), "answers", -(-len(samples) // batch)
+    )
+    return torch.cat([model(images) for images, _ in batches])
 
 
 def top1(logits: Tensor, labels: Tensor) -> float:

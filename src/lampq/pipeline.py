@@ -175,7 +175,8 @@ def _quantize(
     uniform = widest_uniform(graph, config, budget)
     scored = samples.subset(config.score_images, config.seed + 1)
     with run.progress.stage("refine"):
-        scorer = PlanScorer(fits, scored, task.predict(opened, scored), run, task)
+        reference = task.predict(opened, scored, run.progress)
+        scorer = PlanScorer(fits, scored, reference, run, task)
     sensitivity: Sensitivity | None = None
     allocation: Allocation | None = None
     steps: tuple[Step, ...] = ()
@@ -289,6 +290,7 @@ def _statistics(
             max_tokens=job.task.max_tokens,
             seed=config.seed,
             passes=job.task,
+            progress=run.progress,
         )
     plan = BitPlan.uniform(graph.allocatable, config.target)
     return collect_in_order(

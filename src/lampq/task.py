@@ -76,7 +76,7 @@ class Task(Passes, Protocol):
         """Numbers that change whenever the function of the model does."""
         ...
 
-    def predict(self, model: nn.Module, samples: Any) -> Any:
+    def predict(self, model: nn.Module, samples: Any, progress: Progress | None = None) -> Any:
         """The answers of a model."""
         ...
 
@@ -119,9 +119,11 @@ class Classification(ClassifierPasses):
         logits: Tensor = model(images)
         return logits
 
-    def predict(self, model: nn.Module, samples: Samples) -> Tensor:
+    def predict(
+        self, model: nn.Module, samples: Samples, progress: Progress | None = None
+    ) -> Tensor:
         """Logits of all samples."""
-        return predict(model, samples)
+        return predict(model, samples, progress=progress)
 
     def prefix(
         self, reference: nn.Module, blocks: Sequence[str], samples: Any, batch: int | None = None

@@ -182,6 +182,15 @@ def test_data_labels_that_are_missing_are_an_error(vit: Case) -> None:
         fisher_traces(vit.model, vit.graph.allocatable, samples, labels="data")
 
 
+def test_gradients_of_a_batch_are_gone_when_the_next_is_asked_for(vit: Case) -> None:
+    names = [vit.graph.allocatable[0].name]
+    steps = gradients(vit.model, names, vit.samples, "model", seed=0, batch=2)
+    _, first = next(steps)
+    assert list(first) == names
+    _, second = next(steps)
+    assert (list(first), list(second)) == ([], names)
+
+
 def test_gradients_leave_no_hooks_when_given_up(vit: Case) -> None:
     model = copy.deepcopy(vit.model)
     names = [layer.name for layer in vit.graph.allocatable]

@@ -116,15 +116,20 @@ class DetectionTask:
         return torch.cat(levels)
 
     @torch.no_grad()
-    def predict(self, model: nn.Module, samples: DetectionSamples) -> Answers:
+    def predict(
+        self, model: nn.Module, samples: DetectionSamples, progress: Progress | None = None
+    ) -> Answers:
         """What the model finds and loses, as far as it is asked for."""
-        found = detect(model, samples, batch=1) if "ap" in self.signals else None
+        progress = progress or Progress()
+        found = None
+        if "ap" in self.signals:
+            found = detect(model, samples, batch=1, progress=progress)
         loss = None
         if "loss" in self.signals:
             generator = torch.Generator()
             losses = [
                 float(self.loss(model, images, known, "data", generator))
-                for images, known in samples.batches(1)
+                for images, known in progress.track(samples.batches(1), "losses", len(samples))
             ]
             loss = sum(losses) / len(losses)
         return Answers(found, loss)

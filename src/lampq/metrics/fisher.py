@@ -63,14 +63,19 @@ def gradients(
     batch: int = 16,
     passes: Passes = CLASSIFIER,
 ) -> Iterator[tuple[int, Seen]]:
-    """For each batch: number of images, and inputs and output gradients of the named layers."""
+    """For each batch: number of images, and inputs and output gradients of the named layers.
+
+    What is given is emptied when the next batch is asked for, so that no two are in memory.
+    """
     generator = torch.Generator().manual_seed(seed)
     with recording(model, names) as inputs, recording_gradients(model, names) as slopes:
         for images, known in samples.batches(passes.at_once(batch)):
+            backward(model, images, generator, known, labels=labels, passes=passes)
+            seen = {n: (inputs[n][0].detach(), g) for n, g in slopes.items()}
             inputs.clear()
             slopes.clear()
-            backward(model, images, generator, known, labels=labels, passes=passes)
-            yield len(images), {n: (inputs[n][0].detach(), g) for n, g in slopes.items()}
+            yield len(images), seen
+            seen.clear()
 
 
 def fisher_traces(
