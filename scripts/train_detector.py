@@ -4,12 +4,14 @@
     python scripts/train_detector.py pretrain --data $data --out $out
     python scripts/train_detector.py train --data $data --out $out
     python scripts/train_detector.py score --weights $out/scene_swin.safetensors
+    python scripts/train_detector.py score --weights $out/scene_swin.safetensors --data $data
     python scripts/train_detector.py scenes --out $out/scenes --split eval --count 500
 
 The data folder holds the four original ``*-ubyte.gz`` files (Debian: ``dataset-fashion-mnist``).
 ``pretrain`` teaches the backbone to name single items; ``train`` starts from it. Both resume from
 ``<out>/<job>.state.pt``. Every scene is new: it depends on the seed and its number alone. Items
-of the training split are for training, those of the test split for the scores.
+of the training split are for training, those of the test split for the scores. ``score`` takes the
+bundled scenes, or with ``--data`` scenes of the test items that are not bundled.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ JOBS = ("pretrain", "train", "score", "scenes")
 SINGLE = SceneStyle(size=48, items=(1, 1), clutter=(0, 2), edge=(32, 48))
 RISE, FALL = 200, 0.4  # steps of the rise, and share of the steps in which the rate falls
 SEEDS = {"pretrain": 1, "train": 2, "test": 3}
+BUNDLED = 2000  # the first test items
 
 
 def items(data: Path, split: str) -> Items:
@@ -253,10 +256,16 @@ def write_weights(model: Detector, options: argparse.Namespace) -> None:
 
 
 def score_file(options: argparse.Namespace) -> None:
-    """Print the scores of a file of weights on bundled scenes."""
+    """Print the scores of a file of weights."""
     model = model_of(options)
     load_state(model, read_weights(options.weights), str(options.weights))
-    scores = score(model, bundled_scenes("eval", options.count))
+    if options.data is None:
+        samples = bundled_scenes("eval", options.count, options.seed)
+    else:
+        test = items(options.data, "t10k")
+        other = Items(test.images[BUNDLED:], test.labels[BUNDLED:])
+        samples = make_scenes(other, options.count, options.seed)
+    scores = score(model.eval(), samples)
     print(said(scores))
     for kind, one in (("box", scores.box), ("mask", scores.mask)):
         print(kind, " ".join(f"{name} {ap or 0:.3f}" for name, ap in one.per_class.items()))
