@@ -12,6 +12,7 @@ import torch
 from tiny import QUICK, tiny_detector, tiny_samples
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models.detection.roi_heads import RoIHeads
 
 import lampq
 from lampq.calibrate import LayerStats, collect
@@ -256,3 +257,20 @@ def test_a_transposed_convolution_is_a_matrix_of_patches() -> None:
     with torch.no_grad():
         right = F.pixel_unshuffle(module(x), 2).permute(0, 2, 3, 1).flatten(0, 2)
     torch.testing.assert_close(tokens_of(module, x) @ view.weight.T + view.bias, right)
+
+
+@pytest.mark.parametrize("method", ["minmax", "adalog", "repq"])
+@pytest.mark.parametrize("cascade", [False, True])
+@torch.no_grad()
+def test_a_picture_in_which_nothing_is_found_has_no_boxes_and_no_masks(
+    method: str, cascade: bool
+) -> None:
+    model, samples = tiny_detector(cascade=cascade), tiny_samples()
+    options = {**QUICK, "method": method, "choices": (4,), "metric": "recon", "exchanges": 0}
+    quantized = quantize(model, samples, config=make_config({"task": "detection", **options})).model
+    for module in quantized.modules():
+        if isinstance(module, RoIHeads):
+            module.score_thresh = 1.1
+    (found,) = quantized(samples.inputs(slice(0, 1)))
+    assert len(found["boxes"]) == len(found["scores"]) == 0
+    assert found["masks"].shape == (0, 1, *samples.sizes[0])

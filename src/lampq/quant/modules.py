@@ -136,8 +136,10 @@ class QuantConvTranspose2d(QuantLayer):
         images, _, height, width = x.shape
         pixels = self._quantized_input(x).permute(0, 2, 3, 1)
         output = applied(self.output_quantizer, F.linear(pixels, self.weight, self.bias))
-        cut = output.view(images, height, width, -1, *self.patch).permute(0, 3, 1, 4, 2, 5)
-        return cut.reshape(images, -1, height * self.patch[0], width * self.patch[1])
+        # the channels by number: where nothing was found there are no images to tell them from
+        channels = len(self.weight) // (self.patch[0] * self.patch[1])
+        cut = output.view(images, height, width, channels, *self.patch).permute(0, 3, 1, 4, 2, 5)
+        return cut.reshape(images, channels, height * self.patch[0], width * self.patch[1])
 
 
 class QuantMatMul(nn.Module):
