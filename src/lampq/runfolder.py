@@ -24,6 +24,7 @@ from lampq.models import ModelSource
 from lampq.pipeline import Result, packed, quantize
 from lampq.progress import Journal, Progress
 from lampq.report import (
+    PICTURES,
     build_report,
     plan_json,
     report_markdown,
@@ -178,6 +179,15 @@ def _scores(job: Job, result: Result, run: Run, shared: Shared | None) -> dict[s
     return scores
 
 
+def _pictures(job: Job, result: Result, run: Run) -> bytes | None:
+    """What the float model and the one in the file answer to evaluation images, to look at."""
+    if job.scored is None:
+        return None
+    models = {"fp32": job.model, "mixed": result.model}
+    with run.progress.stage("evaluate"):
+        return task_of(job.settings).pictures(models, job.scored, run.progress)
+
+
 def run_job(
     job: Job, out: Path, work: Path, progress: Progress, shared: Shared | None = None
 ) -> tuple[dict[str, Any], Result]:
@@ -204,6 +214,10 @@ def run_job(
         table, details = result.sensitivity.table, result.sensitivity.details
         _dump(out / "sensitivity.json", sensitivity_json(table, details))
     files = {"model.safetensors": (out / "model.safetensors").stat().st_size}
+    pictures = _pictures(job, result, run)
+    if pictures is not None:
+        write_atomically(out / PICTURES, pictures)
+        files[PICTURES] = len(pictures)
     float_bytes = 4 * sum(p.numel() for p in job.model.parameters())
     report = build_report(
         result,

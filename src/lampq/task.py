@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -98,6 +98,12 @@ class Task(Passes, Protocol):
         """What a report says of a model on evaluation images."""
         ...
 
+    def pictures(
+        self, models: Mapping[str, nn.Module], samples: Any, progress: Progress
+    ) -> bytes | None:
+        """What models answer to the first evaluation images, to look at, as JPEG; or nothing."""
+        ...
+
 
 class Classification(ClassifierPasses):
     """Images of one size in, logits out."""
@@ -155,6 +161,12 @@ class Classification(ClassifierPasses):
                 [model(x) for x, _ in progress.track(samples.batches(BATCH), label, batches)]
             )
         return {"top1": top1(logits, labels), "images": len(samples)}
+
+    def pictures(
+        self, _models: Mapping[str, nn.Module], _samples: Any, _progress: Progress
+    ) -> bytes | None:
+        """Nothing: the answers of a classifier are no pictures."""
+        return None
 
 
 CLASSIFICATION = Classification()

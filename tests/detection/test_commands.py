@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Outcome
+from PIL import Image
 from safetensors.torch import save_file
 from tiny import tiny_detector, tiny_samples
 
@@ -72,6 +75,28 @@ def test_the_page_shows_box_ap(run: Path) -> None:
     text = (run / "report.html").read_text()
     assert '"title":"Box AP"' in text
     assert '"fp32 mask"' in text
+
+
+def test_detections_of_both_models_are_shown_side_by_side(run: Path) -> None:
+    content = (run / "detections.jpg").read_bytes()
+    with Image.open(BytesIO(content)) as picture:
+        # two columns of 96 pixels and four rows of 96, with gaps and a line of names
+        assert (picture.format, picture.size) == ("JPEG", (8 + 2 * 104, 24 + 4 * 104))
+    assert json.loads((run / "report.json").read_text())["files"]["detections.jpg"] == len(content)
+    assert "(detections.jpg)" in (run / "report.md").read_text()
+    page = (run / "report.html").read_text()
+    assert f"data:image/jpeg;base64,{base64.b64encode(content).decode()}" in page
+    assert 'href="#pictures"' in page
+
+
+def test_a_page_is_made_again_without_a_picture_that_is_gone(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    (copied / "detections.jpg").unlink()
+    assert Outcome("report", copied).code == 0
+    page = (copied / "report.html").read_text()
+    assert "image/jpeg" not in page
+    assert "#pictures" not in page
 
 
 def test_the_page_names_no_command_that_refuses_detectors(run: Path) -> None:

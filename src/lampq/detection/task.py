@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lampq.detection.ap import Detection, average_precision, detect
 from lampq.detection.models import Detector, detection_losses
+from lampq.detection.pictures import side_by_side
 from lampq.detection.samples import DetectionSamples, Target
 from lampq.detection.sites import detector_graph
 from lampq.detection.source import DetectorSource
@@ -20,6 +22,9 @@ from lampq.models import ModelSource
 from lampq.passes import Labels
 from lampq.progress import Progress
 from lampq.types import ModelGraph
+
+PICTURED = 4  # pictures of detections beside a report
+SMALL = 256  # pixels of an edge up to which they are shown at twice their size
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,19 @@ class DetectionTask:
                 for output in model(samples.inputs(slice(i, i + 1)))
             ]
         return average_precision(samples, found).to_json()
+
+    def pictures(
+        self, models: Mapping[str, nn.Module], samples: DetectionSamples, progress: Progress
+    ) -> bytes | None:
+        """What the models find in the first pictures, side by side."""
+        few = samples.pick(range(min(PICTURED, len(samples))))
+        columns = {
+            name: detect(model, few, batch=1, progress=progress) for name, model in models.items()
+        }
+        zoom = 2 if max(max(size) for size in few.sizes) <= SMALL else 1
+        content = BytesIO()
+        side_by_side(few, columns, zoom=zoom).save(content, format="JPEG", quality=88)
+        return content.getvalue()
 
 
 class WholeRuns:

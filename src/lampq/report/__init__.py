@@ -20,6 +20,7 @@ from lampq.types import BitPlan, CostTable, Step
 
 STAGES = ("collect", "fit", "metric", "allocate", "refine", "reconstruct", "evaluate")
 REPORT_VERSION = 1
+PICTURES = "detections.jpg"
 
 
 def plan_json(plan: BitPlan) -> dict[str, Any]:
@@ -209,6 +210,8 @@ def report_markdown(report: Mapping[str, Any], plan: BitPlan) -> str:
     lines = [f"# {headline(report)}", ""]
     lines += [f"> {notice}" for notice in report["notices"]]
     lines += ["", *markdown(report["scores"])]
+    if PICTURES in report["files"]:
+        lines += ["", f"![Detections of the float and of the quantized model]({PICTURES})"]
     size = report["files"].get("model.safetensors", 0)
     ratio = report["float_bytes"] / max(size, 1)
     lines += ["", f"File: {size:,} bytes, {ratio:.1f} times smaller than float32.", ""]

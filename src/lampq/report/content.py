@@ -19,7 +19,7 @@ class RunFiles:
     """The parsed files of one run folder.
 
     ``layers`` are those of the checkpoint, in execution order. ``others`` are reports of further
-    runs whose scores are shown beside this one's, by name.
+    runs whose scores are shown beside this one's, by name. ``pictures`` is a JPEG of answers.
     """
 
     report: Mapping[str, Any]
@@ -28,6 +28,7 @@ class RunFiles:
     histograms: Mapping[str, Any] | None = None
     speed: Mapping[str, Any] | None = None
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pictures: bytes | None = None
 
     def plan(self, content: Mapping[str, Any]) -> BitPlan:
         """The plan of a plan.json, in the order of the layers."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from lampq.artifact.checkpoint import read_header, write_atomically
 from lampq.errors import ConfigError, FormatError
-from lampq.report import REPORT_VERSION
+from lampq.report import PICTURES, REPORT_VERSION
 from lampq.report.content import RunFiles
 from lampq.report.histograms import HISTOGRAMS_VERSION
 from lampq.report.page import render
@@ -52,7 +52,14 @@ def files_of(
         histograms=histograms,
         speed=_speed(folder / "speed.json"),
         others=others or {},
+        pictures=_pictures(folder) if PICTURES in report["files"] else None,
     )
+
+
+def _pictures(folder: Path) -> bytes | None:
+    """The picture of answers, unless somebody has taken it away."""
+    path = folder / PICTURES
+    return path.read_bytes() if path.is_file() else None
 
 
 def read_report(folder: Path) -> dict[str, Any]:

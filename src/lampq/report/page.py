@@ -17,6 +17,14 @@ LIBRARY = "chart.umd.min.js"
 POLICY = "default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:"
 
 
+PICTURES = """<section id="pictures" aria-labelledby="pictures-title">
+    <h2 id="pictures-title">Detections</h2>
+    <p class="hint">The first evaluation pictures by the float model and by the quantized one.</p>
+    <img src="data:image/jpeg;base64,{picture}"
+      alt="Detections of the float and the quantized model">
+  </section>"""
+
+
 def asset(name: str) -> str:
     """The text of a file that belongs to the page."""
     return (files("lampq") / "report" / "assets" / name).read_text(encoding="utf-8")
@@ -28,6 +36,11 @@ def embedded(content: object) -> str:
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
+
+
+def encoded(content: bytes) -> str:
+    """Bytes as text, for an address that holds its own content."""
+    return base64.b64encode(content).decode()
 
 
 def digest(text: str) -> str:
@@ -57,6 +70,8 @@ def render(run: RunFiles) -> str:
         "licence": asset("LICENSE"),
         "library": library,
         "script": script,
+        "pictures": "" if run.pictures is None else PICTURES.format(picture=encoded(run.pictures)),
+        "pictures_link": "" if run.pictures is None else '<a href="#pictures">Detections</a>',
     }
     # one pass: what is put in is not looked at again
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], asset("page.html"))
