@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,11 +22,15 @@ BATCH = 25
 
 @torch.no_grad()
 def predict(
-    model: nn.Module, samples: Samples, batch: int = BATCH, progress: Progress | None = None
+    model: Callable[[Tensor], Tensor],
+    samples: Samples,
+    batch: int = BATCH,
+    progress: Progress | None = None,
+    label: str = "answers",
 ) -> Tensor:
     """Logits of all samples, (samples, classes)."""
     batches = (progress or Progress()).track(
-        samples.batches(batch), "answers", -(-len(samples) // batch)
+        samples.batches(batch), label, -(-len(samples) // batch)
     )
     return torch.cat([model(images) for images, _ in batches])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lampq.data import AnySamples, Samples
-from lampq.evaluate import BATCH, PrefixCache, Quality, predict, top1
+from lampq.evaluate import PrefixCache, Quality, predict, top1
 from lampq.graph.discover import discover
 from lampq.graph.families import RolePattern
 from lampq.models import ModelSource, source_of
@@ -155,11 +155,7 @@ class Classification(ClassifierPasses):
     ) -> dict[str, Any]:
         """Accuracy in percent, and the number of images."""
         labels = samples.require_labels("an accuracy")
-        batches = -(-len(samples) // BATCH)
-        with torch.no_grad():
-            logits = torch.cat(
-                [model(x) for x, _ in progress.track(samples.batches(BATCH), label, batches)]
-            )
+        logits = predict(model, samples, progress=progress, label=label)
         return {"top1": top1(logits, labels), "images": len(samples)}
 
     def pictures(

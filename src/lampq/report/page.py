@@ -16,8 +16,8 @@ SCRIPTS = ("charts.js", "map.js", "tradeoff.js", "sections.js", "page.js")
 LIBRARY = "chart.umd.min.js"
 POLICY = "default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:"
 
-
-PICTURES = """<section id="pictures" aria-labelledby="pictures-title">
+# what shows the answers of a detector
+SECTION = """<section id="pictures" aria-labelledby="pictures-title">
     <h2 id="pictures-title">Detections</h2>
     <p class="hint">The first evaluation pictures by the float model and by the quantized one.</p>
     <img src="data:image/jpeg;base64,{picture}"
@@ -45,7 +45,7 @@ def encoded(content: bytes) -> str:
 
 def digest(text: str) -> str:
     """What a content security policy calls an inline script or style by."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return f"'sha256-{encoded(hashlib.sha256(text.encode()).digest())}'"
 
 
 def render(run: RunFiles) -> str:
@@ -70,7 +70,7 @@ def render(run: RunFiles) -> str:
         "licence": asset("LICENSE"),
         "library": library,
         "script": script,
-        "pictures": "" if run.pictures is None else PICTURES.format(picture=encoded(run.pictures)),
+        "pictures": "" if run.pictures is None else SECTION.format(picture=encoded(run.pictures)),
         "pictures_link": "" if run.pictures is None else '<a href="#pictures">Detections</a>',
     }
     # one pass: what is put in is not looked at again
