@@ -110,7 +110,7 @@ class Rates:
                 for tensor in tensors:
                     tensor.requires_grad = True
                 groups.append({"params": list(tensors), "lr": rate, "peak": rate})
-        return torch.optim.Adam(groups)
+        return torch.optim.Adam(groups, fused=True)
 
 
 def follow_cosine(optimizer: torch.optim.Optimizer, done: float) -> None:

@@ -31,7 +31,7 @@ from lampq.quant.modules import (
 from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import TokenQuantizer, token_grid
 from lampq.quant.uniform import UniformQuantizer
-from lampq.reconstruct.straight import logarithmic, uniform
+from lampq.reconstruct.straight import First, logarithmic, of_codes, uniform
 
 Rounding = Literal["free", "nearest two"]
 # the stretched sigmoid of AdaRound
@@ -68,30 +68,31 @@ class TrainableQuantizer(nn.Module):
         x = x.float()
         whole = self.whole
         if isinstance(whole, PrefixQuantizer):
-            first, others = whole.parts(x)
-            rounded = whole.joined(_straight(whole.prefix, first), self._rounded(others))
+            own, _ = whole.parts(x.detach())
+            rounded = self._rounded(x, First(whole.prefix(own), -3 - whole.axis))
         else:
             rounded = self._rounded(x)
         if not self.drop:
             return rounded
         return torch.where(torch.rand_like(x) < self.drop, x, rounded)
 
-    def _rounded(self, x: Tensor) -> Tensor:
+    def _rounded(self, x: Tensor, first: First | None = None) -> Tensor:
         quantizer = self.original
         if self.log_scale is None:
-            return _straight(quantizer, x)
+            return _straight(quantizer, x, first)
         scale = self.log_scale.exp()
         if isinstance(quantizer, UniformQuantizer):
-            return uniform(x, scale, quantizer.zero, quantizer.bits)
+            return uniform(x, scale, quantizer.zero, quantizer.bits, first)
         if isinstance(quantizer, TokenQuantizer):
             step, zero = token_grid(x.detach(), quantizer.bits, quantizer.axis)
             # no more than the whole range, with a gradient that leads back
             scale = scale - (scale.detach() - 1).clamp_min(0)
-            return uniform(x, scale * step, zero, quantizer.bits)
+            return uniform(x, scale * step, zero, quantizer.bits, first)
         assert isinstance(quantizer, LogQuantizer), "only these kinds have a trained scale"
         levels = (quantizer.levels + quantizer.offset) / quantizer.scale
         per_octave = quantizer.denominator / quantizer.step
-        return logarithmic(x + quantizer.shift, scale, levels, per_octave) - quantizer.offset
+        moved = {"shift": float(quantizer.shift), "offset": float(quantizer.offset)}
+        return logarithmic(x, scale, levels, per_octave, first=first, **moved)
 
     def fitted(self) -> Quantizer:
         """The quantizer with the trained scale."""
@@ -115,9 +116,11 @@ class TrainableQuantizer(nn.Module):
         )
 
 
-def _straight(quantizer: Quantizer, x: Tensor) -> Tensor:
+def _straight(quantizer: Quantizer, x: Tensor, first: First | None) -> Tensor:
     """X rounded by a quantizer as it is, with the gradient of x."""
     rounded: Tensor = quantizer(x.detach())
+    if first is not None:
+        first.of(rounded).copy_(first.values)
     return x + (rounded - x.detach())
 
 
@@ -194,9 +197,7 @@ class TrainableLayer(nn.Module):
             codes = (self.floor + self.up()).clamp(0, quantizer.n_codes - 1)
             return (codes - quantizer.zero) * quantizer.scale
         assert self.log_scale is not None, "free codes have a trained scale"
-        one, none = self.latent.new_ones(1), self.latent.new_zeros(1)
-        codes = uniform(self.latent, one, none, quantizer.bits)
-        return (codes - quantizer.zero) * self.log_scale.exp()
+        return of_codes(self.latent, self.log_scale.exp(), quantizer.zero, quantizer.bits)
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer on the quantized input."""
