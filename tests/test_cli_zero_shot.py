@@ -20,8 +20,9 @@ from lampq.models import bundled_samples, load_model
 from lampq.zero_shot import read_made
 
 MADE = ["--images", "6", "--synthesis-steps", "2", "--synthesis-batch", "4"]
+# no layer has the mean of four bits: some inputs have nine
 QUICK = [
-    *("--method", "psaq", "--bits", "4", "--act-bits", "8", "--choices", "3,4,5"),
+    *("--method", "psaq", "--bits", "4", "--act-bits", "8", "--choices", "3,5"),
     *("--fit-images", "6", "--metric-images", "4", "--score-images", "6", "--exchanges", "2"),
 ]
 

@@ -23,6 +23,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "beta": ({"beta": 0}, r"beta must be in 1\.\.10, got 0"),
     "images": ({"images": 0}, "images must be at least 1, got 0"),
     "fit-images": ({"fit_images": -3}, "fit_images must be at least 1, got -3"),
+    "fit-views": ({"fit_views": 0}, "fit_views must be at least 1, got 0"),
+    "fit-views-detection": (
+        {"task": "detection", "fit_views": 2},
+        "fit_views must be 1 for detection, got 2",
+    ),
     "metric-images": ({"metric_images": 0}, "metric_images must be at least 1"),
     "probe-images": ({"probe_images": 0}, "probe_images must be at least 1"),
     "trace-images": ({"trace_images": 0}, "trace_images must be at least 1"),

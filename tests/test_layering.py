@@ -23,6 +23,7 @@ ORDER = (
     "quant",
     "graph",
     "data",
+    "views",
     "models",
     "tokens",
     "hooks",

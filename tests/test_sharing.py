@@ -37,6 +37,7 @@ from lampq.types import LayerBits
         ("adalog", {"fit_images": 7}, False),
         ("adalog", {"search": "exhaustive"}, False),
         ("adalog", {"fit_tokens": "uniform"}, False),
+        ("adalog", {"fit_views": 1}, False),
         ("adalog", {"rotation": "none"}, False),
         ("adalog", {"seed": 1}, False),
         ("adalog", {"images": 8}, False),

@@ -57,6 +57,7 @@ class RunConfig:
     method: str = "adalog"
     rotation: Literal["none", "attention"] = "attention"
     fit_images: int = 1024
+    fit_views: int = 4
     fit_tokens: Literal["uniform", "fisher"] = "fisher"
     fit_inputs: Literal["published", "float", "quantized"] = "published"
     search: Literal["fast", "exhaustive"] = "fast"
@@ -123,6 +124,7 @@ class RunConfig:
         for name in (
             "images",
             "fit_images",
+            "fit_views",
             "metric_images",
             "probe_images",
             "trace_images",
@@ -198,6 +200,8 @@ class RunConfig:
                 raise ConfigError(f"{name} cannot be {getattr(self, name)} for {self.task}")
         if self.task == "detection" and self.reconstruct is not None:
             raise ConfigError("detectors cannot be reconstructed: leave reconstruct out")
+        if self.task == "detection" and self.fit_views > 1:
+            raise ConfigError(f"fit_views must be 1 for detection, got {self.fit_views}")
 
     def _most(self, name: str = "bits") -> int:
         """The largest value of a width: layers for integer kernels have eight bits at most."""
@@ -264,6 +268,7 @@ PAPER: dict[str, Any] = {
     **EVEN,
     "rotation": "none",
     "fit_images": 32,
+    "fit_views": 1,
     "fit_tokens": "uniform",
     "fold": "full",
     "error": "plain",
@@ -289,6 +294,7 @@ PRESETS: dict[str, dict[str, Any]] = {"best": {"preset": "best"}, "paper": PAPER
 DETECTION: dict[str, Any] = {
     "images": 256,
     "fit_images": 32,
+    "fit_views": 1,
     "metric_images": 64,
     "probe_images": 64,
     "trace_images": 16,

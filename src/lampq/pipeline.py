@@ -31,6 +31,10 @@ from lampq.statistics import Deferred, through
 from lampq.task import Measured
 from lampq.tasks import gathered
 from lampq.types import Allocation, BitPlan, Budget, LayerBits, ModelGraph, Step
+from lampq.views import with_views
+
+# with so many images fits need no other views of them
+ENOUGH_IMAGES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +254,7 @@ def _fits(job: Prepared, samples: AnySamples, config: RunConfig, run: Run) -> Fi
         graph = verify_prefix(job.model, graph, few, job.task.outputs)
 
     def made() -> Mapping[str, Stats]:
-        few = samples.subset(config.fit_images, config.seed)
+        few = seen_by_fits(samples, config)
         sums = sums_of(graph, job.method)
         with run.progress.stage("collect"):
             collect_all = partial(_statistics, job, graph, few, config, run)
@@ -265,6 +269,14 @@ def _fits(job: Prepared, samples: AnySamples, config: RunConfig, run: Run) -> Fi
         store=run.store,
         progress=run.progress,
     )
+
+
+def seen_by_fits(samples: AnySamples, config: RunConfig) -> AnySamples:
+    """The images that fits look at; where there are few, with other views of them."""
+    few = samples.subset(config.fit_images, config.seed)
+    if not isinstance(few, Samples):
+        return few
+    return with_views(few, min(config.fit_views, ENOUGH_IMAGES // len(few)), config.seed)
 
 
 def behind_quantized(method: object, config: RunConfig) -> bool:

@@ -41,7 +41,7 @@ def shared_options(config: RunConfig) -> Options:
     factory = METHODS.get(config.method)
     found = {
         **_named(config, "method", "seed", "images", "profile", "rotation"),
-        **_named(config, "fit_images", "fit_tokens", "fit_inputs"),
+        **_named(config, "fit_images", "fit_views", "fit_tokens", "fit_inputs"),
         "options": options_of(factory, config),
     }
     if behind_quantized(factory, config):
@@ -55,7 +55,8 @@ def statistics_options(config: RunConfig) -> Options:
     if behind_quantized(method, config):
         return shared_options(config)
     return {
-        **_named(config, "seed", "images", "profile", "rotation", "fit_images", "fit_tokens"),
+        **_named(config, "seed", "images", "profile", "rotation"),
+        **_named(config, "fit_images", "fit_views", "fit_tokens"),
         "gradients": bool(getattr(method, "wants_gradients", False)),
         "blocks": int(getattr(method, "block_images", 0)),
         "sums": isinstance(method, SumMethod),

@@ -18,7 +18,7 @@ from lampq.reconstruct import FINISHERS as RECIPES
 from lampq.reconstruct import BlockRecipe, Distill, Finish, Finisher, Rates
 from lampq.reconstruct import feed as feeds
 from lampq.reconstruct.blocks import fisher_weights, tail
-from lampq.reconstruct.distill import mixed, position_counts, shown
+from lampq.reconstruct.distill import position_counts
 from lampq.reconstruct.feed import Feed, room
 from lampq.reconstruct.precision import fast_bfloat16
 from lampq.reconstruct.trainable import trainable
@@ -207,45 +207,6 @@ def test_fisher_weights_average_to_one(vit: Case) -> None:
     for weight in weights.values():
         torch.testing.assert_close(float(weight.mean()), 1.0)
         assert float(weight.min()) >= 0.1
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def test_pictures_are_shown_cropped_and_mirrored_or_as_they_are() -> None:
-    images = torch.arange(2 * 3 * 8 * 8).view(2, 3, 8, 8).float()
-    assert torch.equal(shown(images, 1.0, seeded(0), mirror=False), images)
-    views = [shown(images[1:], 1.0, seeded(seed), mirror=True)[0] for seed in range(20)]
-    mirrored = [torch.equal(view, images[1].flip(-1)) for view in views]
-    assert all(m or torch.equal(v, images[1]) for m, v in zip(mirrored, views, strict=True))
-    assert 0 < sum(mirrored) < 20
-    cropped = shown(images, 0.3, seeded(0), mirror=False)
-    assert cropped.shape == images.shape
-    assert not torch.equal(cropped, images)
-    assert torch.equal(shown(images, 0.3, seeded(0), mirror=False), cropped)
-    assert not torch.equal(shown(images, 0.3, seeded(1), mirror=False), cropped)
-
-
-def test_mixed_pictures_are_blends_of_two_or_have_a_part_of_the_other() -> None:
-    images = torch.stack([torch.zeros(3, 8, 8), torch.ones(3, 8, 8)])
-    assert torch.equal(mixed(images, 0.0, seeded(0)), images)
-    blended, patched, whole = 0, 0, 0
-    for seed in range(60):
-        first, second = mixed(images, 0.8, seeded(seed))
-        for picture, own in ((first, 0.0), (second, 1.0)):
-            values = picture.unique().tolist()
-            if len(values) == 1 and 0 < values[0] < 1:
-                blended += 1
-            elif len(values) == 2:
-                assert values == [0, 1]
-                rows, columns = (picture[0] != own).nonzero(as_tuple=True)
-                box = picture[0, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
-                assert bool((box != own).all())
-                patched += 1
-            else:
-                whole += 1
-    assert min(blended, patched, whole) > 10
 
 
 @pytest.mark.parametrize("answers", [0.0, 2.0])

@@ -86,6 +86,13 @@ def quantize_command(
     fit_images: Annotated[
         int | None, typer.Option(help="images that the fits see", rich_help_panel=METHOD)
     ] = None,
+    fit_views: Annotated[
+        int | None,
+        typer.Option(
+            help="of fewer than 256 images, fits see up to so many views each",
+            rich_help_panel=METHOD,
+        ),
+    ] = None,
     fit_tokens: Annotated[
         str | None,
         typer.Option(help="how their tokens are drawn: fisher or uniform", rich_help_panel=METHOD),
