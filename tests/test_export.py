@@ -324,7 +324,7 @@ def test_a_run_of_psaq_is_exported_from_python(vit: Case, tmp_path: Path, sites:
         vit.original,
         vit.samples,
         **{"method": "psaq", "sites": sites, "metric": "recon", "exchanges": 0},
-        **{"choices": [8, 9], "bits": 8.5, "act_bits": 8, "edge_bits": 10},
+        **{"choices": [8, 9], "bits": 8.5, "act_bits": 8, "edge_bits": 10, "fallback": "none"},
     )
     path = tmp_path / "model.safetensors"
     result.save(path)
