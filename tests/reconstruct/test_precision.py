@@ -1,58 +1,58 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from lampq.reconstruct import precision
-from lampq.reconstruct.precision import chosen, computing, fast_bfloat16
+from lampq.reconstruct.precision import chosen, computing, gain_of_bfloat16
 
 
 @pytest.fixture
-def hardware(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """A processor whose features the test names, and no limit from outside."""
-    features = {"bfloat16": True, "tiles": False}
-    monkeypatch.setattr(
-        precision.torch.cpu, "_is_avx512_bf16_supported", lambda: features["bfloat16"]
-    )
-    monkeypatch.setattr(precision.torch.cpu, "_is_amx_tile_supported", lambda: features["tiles"])
-    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
-        monkeypatch.delenv(name, raising=False)
-    return features
-
-
-def test_auto_is_bfloat16_where_the_processor_has_it(hardware: dict[str, bool]) -> None:
-    assert chosen("auto") is torch.bfloat16
-    hardware["bfloat16"] = False
-    assert chosen("auto") is torch.float32
-
-
-def test_tiles_have_to_be_asked_for(hardware: dict[str, bool]) -> None:
-    hardware["tiles"] = True
-    assert chosen("auto") is torch.float32
-    assert chosen("bfloat16") is torch.bfloat16
+def untried() -> Iterator[None]:
+    """As in a new process, before and after."""
+    gain_of_bfloat16.cache_clear()
+    yield
+    gain_of_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("limit", "fast"),
+    ("gain", "kind"), [(6.5, torch.bfloat16), (1.1, torch.float32), (0.0, torch.float32)]
+)
+def test_auto_is_bfloat16_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, gain: float, kind: torch.dtype
+) -> None:
+    monkeypatch.setattr(precision, "gain_of_bfloat16", lambda: gain)
+    assert chosen("auto") is kind
+    assert chosen("bfloat16") is torch.bfloat16
+    assert chosen("float32") is torch.float32
+
+
+@pytest.mark.usefixtures("untried")
+def test_the_gain_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gain = gain_of_bfloat16()
+    assert gain > 0
+    monkeypatch.setattr(precision, "TRIAL", "raise SystemExit(1)")
+    assert gain_of_bfloat16() == gain
+
+
+@pytest.mark.parametrize(
+    "trial",
     [
-        ("AVX512_CORE_VNNI", False),
-        ("AVX2", False),
-        ("AVX512_CORE_BF16", True),
-        ("avx512_core_amx", True),
-        ("ALL", True),
+        "import os, signal; os.kill(os.getpid(), signal.SIGILL)",
+        "raise SystemExit(1)",
+        "print('no number')",
+        "import time; time.sleep(60)",
     ],
 )
-@pytest.mark.usefixtures("hardware")
-def test_a_limit_of_the_instructions_is_heeded(
-    monkeypatch: pytest.MonkeyPatch, limit: str, fast: bool
+@pytest.mark.usefixtures("untried")
+def test_a_trial_that_fails_leaves_single_precision(
+    monkeypatch: pytest.MonkeyPatch, trial: str
 ) -> None:
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert fast_bfloat16() is fast
-
-
-@pytest.mark.usefixtures("hardware")
-def test_an_older_torch_computes_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(precision.torch.cpu, "_is_avx512_bf16_supported")
+    monkeypatch.setattr(precision, "TRIAL", trial)
+    monkeypatch.setattr(precision, "PATIENCE_SECONDS", 2)
+    assert gain_of_bfloat16() == 0
     assert chosen("auto") is torch.float32
 
 

@@ -2,36 +2,61 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Literal
 
 import torch
 
 Precision = Literal["auto", "float32", "bfloat16"]
-# what ONEDNN_MAX_CPU_ISA may be with bfloat16 in hardware
-WITH_BFLOAT16 = ("BF16", "FP16", "AMX", "AVX10", "ALL", "DEFAULT")
+# how many times faster a product in bfloat16 has to be to be worth its rounding
+WORTH = 1.2
+# prints how many times faster; in a process of its own, as processors may name instructions that
+# end it (matrix tiles inside virtual machines)
+TRIAL = """
+import time
+import torch
+
+torch.set_num_threads(1)
+inputs, weight = torch.ones(2048, 256), torch.ones(1024, 256)
 
 
-def fast_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 in hardware, and surely so.
+def least(kind):
+    a, b, seconds = inputs.to(kind), weight.to(kind), []
+    for _ in range(20):
+        start = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
-    Not where it names matrix tiles (AMX): virtual machines may name them and not have them, and the
-    process would die of it. There bfloat16 has to be asked for.
-    """
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "DEFAULT"))
-    if not any(name in limit.upper() for name in WITH_BFLOAT16):
-        return False
+
+print(least(torch.float32) / least(torch.bfloat16))
+"""
+PATIENCE_SECONDS = 120
+
+
+@cache
+def gain_of_bfloat16() -> float:
+    """How many times faster this machine multiplies in bfloat16, by a trial; 0 if it cannot."""
     try:
-        return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
-    except AttributeError:  # torch before 2.6
-        return False
+        trial = subprocess.run(
+            [sys.executable, "-c", TRIAL],
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        return float(trial.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0.0
 
 
 def chosen(precision: Precision) -> torch.dtype:
     """The type that a precision means on this machine."""
     if precision == "auto":
-        return torch.bfloat16 if fast_bfloat16() else torch.float32
+        return torch.bfloat16 if gain_of_bfloat16() >= WORTH else torch.float32
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
