@@ -34,13 +34,15 @@ class GraphBuilder:
 
     ``any_cpu``: integer products must be right also on processors that sum them in 16 bits.
     ``placed`` are the quantized modules whose nodes are there, by name. ``tokens``: how many tokens
-    an image has, where all of them go through all layers; None if nobody knows.
+    an image has, where all of them go through all layers; None if nobody knows. ``never_negative``
+    are values known to be zero or more.
     """
 
     def __init__(self, *, any_cpu: bool = True) -> None:
         self._onnx, self.any_cpu = require_onnx(), any_cpu
         self.placed: set[str] = set()
         self.tokens: int | None = None
+        self.never_negative: set[str] = set()
         self._nodes: list[Any] = []
         self._constants: dict[str, Array] = {}
         self._shared: dict[tuple[Any, ...], str] = {}

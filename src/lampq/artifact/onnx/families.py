@@ -13,19 +13,18 @@ import numpy as np
 from torch import nn
 
 from lampq.artifact.onnx.builder import BATCH, GraphBuilder
-from lampq.artifact.onnx.grids import array
+from lampq.artifact.onnx.grids import END, array, sliced
 from lampq.artifact.onnx.parts import (
     INPUT,
     OUTPUT,
-    in_heads,
     mixed_values,
     mlp,
     norm,
     passes,
     require,
-    sliced,
+    scores_and_values,
 )
-from lampq.artifact.onnx.sites import linear, matmul, patches, total
+from lampq.artifact.onnx.sites import linear, patches, total
 from lampq.artifact.onnx.swin import swin_stages
 from lampq.errors import ExportError
 from lampq.graph.attention import ExplicitAttention
@@ -68,8 +67,7 @@ def _classes(model: Any) -> int:
 def _attention(g: GraphBuilder, module: Any, name: str, x: str, tokens: int) -> str:
     known = isinstance(module, ExplicitAttention) and module.gate is None
     require(known, f"the attention {name!r} is a {type(module).__name__} that export does not know")
-    q, k, v = in_heads(g, module, name, x, tokens)
-    scores = matmul(g, module.qk, f"{name}.qk", q, k)
+    scores, v = scores_and_values(g, module, name, x, tokens)
     mixed = mixed_values(g, module, name, scores, v, tokens)
     mixed = norm(g, module.norm, f"{name}.norm", mixed)
     return linear(g, module.proj, f"{name}.proj", mixed)
@@ -160,7 +158,7 @@ def _vit(g: GraphBuilder, model: Any) -> str:
         x = sliced(g, x, 0, 1, 1, "pool")
     else:
         prefix = 0 if model.pool_include_prefix else model.num_prefix_tokens
-        x = sliced(g, x, prefix, 2**31 - 1, 1, "pool/patches") if prefix else x
+        x = sliced(g, x, prefix, END, 1, "pool/patches") if prefix else x
         x = g.node("ReduceMean", x, name="pool", axes=[1], keepdims=1)
     x = norm(g, model.fc_norm, "fc_norm", x)
     return _logits(g, model.head, "head", x)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from lampq.artifact.onnx.builder import GraphBuilder
-from lampq.artifact.onnx.grids import array
-from lampq.artifact.onnx.sites import linear, matmul
+from lampq.artifact.onnx.grids import array, grids_of_heads, on_grids, quantized
+from lampq.artifact.onnx.sites import linear, operand_grids, product
 from lampq.errors import ExportError
-from lampq.graph.attention import ExplicitAttention
 
 INPUT, OUTPUT = "images", "logits"
 Size = tuple[int, int]
@@ -30,7 +30,7 @@ def passes(module: nn.Module | None) -> bool:
     return module is None or isinstance(module, nn.Identity | nn.Dropout | DropPath)
 
 
-def norm(g: GraphBuilder, module: nn.Module, name: str, x: str) -> str:
+def norm(g: GraphBuilder, module: nn.Module | None, name: str, x: str) -> str:
     """A LayerNorm, or nothing."""
     if passes(module):
         return x
@@ -72,35 +72,44 @@ def mlp(g: GraphBuilder, module: Any, name: str, x: str) -> str:
     return linear(g, module.fc2, f"{name}.fc2", x)
 
 
-def in_heads(g: GraphBuilder, module: Any, name: str, x: str, tokens: int) -> tuple[str, str, str]:
-    """Queries, keys (turned) and values, each (., heads, ...)."""
-    width = int(module.qkv.weight.shape[0]) // 3
+def scores_and_values(
+    g: GraphBuilder, module: Any, name: str, x: str, tokens: int
+) -> tuple[str, str]:
+    """Products of queries and keys, and the values to be mixed by them, each (., heads, ...)."""
+    heads, width = module.num_heads, int(module.qkv.weight.shape[0]) // 3
+    left, right = operand_grids(module.qk, f"{name}.qk")
+    _, of_values = operand_grids(module.av, f"{name}.av")
+    norms = [getattr(module, part, None) for part in ("q_norm", "k_norm")]
+    # one grid after the other would be three times the nodes, which take long to load
+    shared = grids_of_heads(g, (left, right, of_values), heads) if all(map(passes, norms)) else None
     qkv = linear(g, module.qkv, f"{name}.qkv", x)
-    named = [f"{name}/{part}" for part in "qkv"]
-    parts = g.nodes(
-        "Split", qkv, g.whole(width, width, width), name=f"{name}/split", outputs=named, axis=-1
-    )
-    shape = g.whole(0, tokens, module.num_heads, width // module.num_heads)
-    q, k, v = (g.node("Reshape", part, shape, name=f"{part}_heads") for part in parts)
-    if isinstance(module, ExplicitAttention):
-        q = norm(g, module.q_norm, f"{name}.q_norm", q)
-        k = norm(g, module.k_norm, f"{name}.k_norm", k)
+    shape = g.whole(0, tokens, 3 * heads, width // heads)
+    qkv = g.node("Reshape", qkv, shape, name=f"{name}/heads")
+    if shared is not None:
+        factors = np.repeat(np.array([module.scale, 1, 1], dtype=np.float32), heads)
+        qkv = g.node("Mul", qkv, g.shared(factors[:, None]), name=f"{name}/q_scaled")
+        qkv = on_grids(g, shared, -1, f"{name}/operands", qkv)
+    named, counts = [f"{name}/{part}" for part in "qkv"], g.whole(heads, heads, heads)
+    q, k, v = g.nodes("Split", qkv, counts, name=f"{name}/split", outputs=named, axis=2)
+    q = norm(g, norms[0], f"{name}.q_norm", q)
+    k = norm(g, norms[1], f"{name}.k_norm", k)
     q = g.node("Transpose", q, name=f"{name}/q_turned", perm=[0, 2, 1, 3])
     k = g.node("Transpose", k, name=f"{name}/k_turned", perm=[0, 2, 3, 1])
     v = g.node("Transpose", v, name=f"{name}/v_turned", perm=[0, 2, 1, 3])
-    q = g.node("Mul", q, g.number(float(module.scale)), name=f"{name}/q_scaled")
-    return q, k, v
+    if shared is None:
+        q = g.node("Mul", q, g.number(float(module.scale)), name=f"{name}/q_scaled")
+        q = quantized(g, left, f"{name}.qk/left", q)
+        k = quantized(g, right, f"{name}.qk/right", k)
+        v = quantized(g, of_values, f"{name}.av/right", v)
+    return product(g, module.qk, f"{name}.qk", q, k), v
 
 
 def mixed_values(g: GraphBuilder, module: Any, name: str, scores: str, v: str, tokens: int) -> str:
     """Values mixed by the softmax of the scores, heads joined."""
     shares = g.node("Softmax", scores, name=f"{name}/softmax", axis=-1)
-    mixed = matmul(g, module.av, f"{name}.av", shares, v)
+    g.never_negative.add(shares)
+    grid, _ = operand_grids(module.av, f"{name}.av")
+    shares = quantized(g, grid, f"{name}.av/left", shares)
+    mixed = product(g, module.av, f"{name}.av", shares, v)
     turned = g.node("Transpose", mixed, name=f"{name}/turned", perm=[0, 2, 1, 3])
     return g.node("Reshape", turned, g.whole(0, tokens, -1), name=f"{name}/joined")
-
-
-def sliced(g: GraphBuilder, x: str, start: int, end: int, axis: int, name: str) -> str:
-    """A part of a value along one axis."""
-    limits = (g.whole(value) for value in (start, end, axis))
-    return g.node("Slice", x, *limits, name=name)

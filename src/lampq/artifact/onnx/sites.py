@@ -157,19 +157,16 @@ def _integer_product(
     decoded = g.node("DequantizeLinear", codes, step, point, name=f"{place}input")
     folded = fold(layer)
     rows = g.tensor(f"{name}.scale", folded.scale)
-    none = g.shared(np.zeros(len(folded.scale), dtype=np.int8))
     output = ""
     for part, suffix in zip(folded.parts(grid.top, any_cpu=g.any_cpu), ("", "_low"), strict=False):
         matrix = g.tensor(f"{name}.weight{suffix}", part.T)
-        weight = g.node(
-            "DequantizeLinear", matrix, rows, none, name=f"{place}weight{suffix}", axis=1
-        )
+        weight = g.node("DequantizeLinear", matrix, rows, name=f"{place}weight{suffix}", axis=1)
         product = g.node("MatMul", decoded, weight, name=f"{place}product{suffix}")
         output = g.node("Add", output, product, name=f"{place}whole") if output else product
     if folded.centre is not None:
         ones = g.shared(np.ones((folded.values.shape[1], 1), dtype=np.int8))
-        unit, nought = g.shared(np.ones(1, np.float32)), g.shared(np.zeros(1, np.int8))
-        weight = g.node("DequantizeLinear", ones, unit, nought, name=f"{place}ones", axis=1)
+        unit = g.shared(np.ones(1, np.float32))
+        weight = g.node("DequantizeLinear", ones, unit, name=f"{place}ones", axis=1)
         total = g.node("MatMul", decoded, weight, name=f"{place}product_sum")
         centre = g.tensor(f"{name}.centre", folded.centre)
         share = g.node("Mul", total, centre, name=f"{place}centre")
@@ -270,15 +267,27 @@ def convolution(g: GraphBuilder, layer: nn.Module, name: str, x: str, size: tupl
 
 def matmul(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
     """The product of two operands; what of it is quantized is so by float operators."""
+    left, right = operand_grids(site, name)
+    a, b = quantized(g, left, f"{name}/left", a), quantized(g, right, f"{name}/right", b)
+    return product(g, site, name, a, b)
+
+
+def operand_grids(site: nn.Module, name: str) -> tuple[Quantizer | None, Quantizer | None]:
+    """How the operands of a product are quantized, if they are."""
     if isinstance(site, MatMul):
-        return g.node("MatMul", a, b, name=f"{name}/product")
+        return None, None
     if not isinstance(site, QuantMatMul):
         raise ExportError(f"{name!r} is a {type(site).__name__}, and export knows products there")
+    return site.left, site.right
+
+
+def product(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:
+    """The product of two operands that are quantized already."""
+    made = g.node("MatMul", a, b, name=f"{name}/product")
+    if not isinstance(site, QuantMatMul):
+        return made
     g.placed.add(name)
-    a = quantized(g, site.left, f"{name}/left", a)
-    b = quantized(g, site.right, f"{name}/right", b)
-    product = g.node("MatMul", a, b, name=f"{name}/product")
-    return quantized(g, site.output, f"{name}/quantized", product)
+    return quantized(g, site.output, f"{name}/quantized", made)
 
 
 def total(g: GraphBuilder, site: nn.Module, name: str, a: str, b: str) -> str:

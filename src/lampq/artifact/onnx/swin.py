@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from lampq.artifact.onnx.builder import BATCH, GraphBuilder
-from lampq.artifact.onnx.grids import array
+from lampq.artifact.onnx.grids import array, sliced
 from lampq.artifact.onnx.parts import (
     INPUT,
     Size,
-    in_heads,
     mixed_values,
     mlp,
     norm,
     passes,
     require,
-    sliced,
+    scores_and_values,
 )
-from lampq.artifact.onnx.sites import linear, matmul, patches, total
+from lampq.artifact.onnx.sites import linear, patches, total
 from lampq.graph.attention import ExplicitWindowAttention
 from lampq.graph.blocks import explicit_blocks
 from lampq.graph.windows import padded_swin_block, shift_mask
@@ -36,8 +35,7 @@ def _window_attention(g: GraphBuilder, module: Any, name: str, x: str, mask: Any
     known = isinstance(module, ExplicitWindowAttention)
     require(known, f"the attention {name!r} is a {type(module).__name__} that export does not know")
     tokens = module.relative_position_index.shape[0]
-    q, k, v = in_heads(g, module, name, x, tokens)
-    scores = matmul(g, module.qk, f"{name}.qk", q, k)
+    scores, v = scores_and_values(g, module, name, x, tokens)
     table = array(module.relative_position_bias_table)
     index = module.relative_position_index.flatten().numpy()
     bias = table[index].reshape(tokens, tokens, -1).transpose(2, 0, 1)
