@@ -68,6 +68,7 @@ def report(finished: Path) -> dict[str, Any]:
 def test_synthesize_prints_its_record_as_json(tmp_path: Path) -> None:
     out = tmp_path / "pictures"
     options = ("--images", 2, "--steps", 1, "--recipe", "psaq", "--seed", 3, "--json")
+    options += ("--precision", "float32")
     found = Outcome("synthesize", "fashion_swin", "--out", out, *options)
     assert (found.code, found.err) == (0, "")
     about = json.loads(found.out)
@@ -78,7 +79,9 @@ def test_synthesize_prints_its_record_as_json(tmp_path: Path) -> None:
         "steps": 1,
         "batch": 32,
         "seed": 3,
+        "precision": "float32",
     }
+    assert about["computed_in"] == "float32"
 
 
 def test_a_run_without_images_scores_on_real_ones_only_at_the_end(report: dict[str, Any]) -> None:
@@ -95,6 +98,7 @@ def test_the_report_says_how_the_pictures_were_made(report: dict[str, Any]) -> N
         "steps": 2,
         "batch": 4,
         "seed": 0,
+        "precision": "auto",
     }
     assert report["data"]["synthesis"]["model"]["name"] == "fashion_vit"
     assert report["config"]["images"] == 6
@@ -195,6 +199,7 @@ WRONG_SYNTHESIS = {
     "steps": (["--steps", "0"], "steps must be at least 1, got 0"),
     "seed": (["--seed", "-1"], "seed must be in"),
     "recipe": (["--recipe", "gan"], "unknown recipe 'gan'"),
+    "precision": (["--precision", "half"], "precision must be one of auto, float32, bfloat16"),
     "model": (["no_such_model"], "unknown model 'no_such_model'"),
     "mean": (["--mean", "a"], "mean must be numbers"),
     "resume": (["--resume"], "holds no interrupted synthesis to resume"),

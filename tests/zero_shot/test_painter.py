@@ -125,6 +125,23 @@ def test_stored_batches_are_not_made_again(subject: Subject) -> None:
     assert calls == 0
 
 
+@recipes
+def test_pictures_in_bfloat16_have_entropies_in_single_precision(
+    subject: Subject, recipe: str
+) -> None:
+    shown = torch.randn(Canvas(VIT).shape(4), generator=torch.Generator().manual_seed(0))
+    exact, rounded = (answer_of(subject, shown, kind) for kind in ("float32", "bfloat16"))
+    for one, other in zip(
+        (exact.logits, *exact.entropies), (rounded.logits, *rounded.entropies), strict=True
+    ):
+        assert other.dtype == torch.float32
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(other, one, rtol=0.1, atol=0.05)
+    settings = [Synthesis(2, recipe, 2, 2, precision=kind) for kind in ("float32", "bfloat16")]
+    single, half = (batches(subject, Canvas(VIT), one) for one in settings)
+    assert not same(single, half)
+
+
 def test_more_pictures_begin_with_the_same_ones(subject: Subject) -> None:
     canvas = Canvas(VIT)
     few = batches(subject, canvas, Synthesis(2, "pyramid", 2, 2))
@@ -195,7 +212,7 @@ def test_the_entropy_is_that_of_the_product_with_the_values(case: Case) -> None:
     products = [site.name for site in case.graph.matmuls if site.kind == "av"]
     assert len(subject.attentions) == len(products) == len(case.graph.blocks)
     images = case.samples.images
-    answer = answer_of(subject, images)
+    answer = answer_of(subject, images, "float32")
     torch.testing.assert_close(answer.logits, case.model(images), rtol=1e-4, atol=1e-4)
     outputs: dict[str, Tensor] = {}
     handles = [

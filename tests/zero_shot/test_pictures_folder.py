@@ -96,7 +96,9 @@ def test_how_they_were_made_is_on_record(made: Path) -> None:
         "steps": 2,
         "batch": 2,
         "seed": 7,
+        "precision": "auto",
     }
+    assert about["computed_in"] in {"float32", "bfloat16"}
     assert about["recipe"]["steps"] == 2
     assert about["preprocessing"] == {"mean": [0.286], "std": [0.353], "size": 28}
     assert 0 <= about["accuracy"] <= 100

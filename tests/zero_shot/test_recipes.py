@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -238,13 +239,17 @@ WRONG = {
     "batch": ({"batch": -2}, "batch must be at least 1, got -2"),
     "steps": ({"steps": 0}, "steps must be at least 1, got 0"),
     "seed": ({"seed": -1}, r"seed must be in 0\.\.2\*\*63 - 1, got -1"),
+    "precision": (
+        {"precision": "half"},
+        "precision must be one of auto, float32, bfloat16, got 'half'",
+    ),
 }
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_setting_is_refused(options: dict[str, int], message: str) -> None:
+def test_a_wrong_setting_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Synthesis(**options)  # type: ignore[arg-type]
+        Synthesis(**options)
 
 
 def test_batches_divide_the_pictures() -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from lampq.cli import app, arguments, guarded
 from lampq.models import DEFAULT_MODEL, load_model
+from lampq.reconstruct.precision import precision_named
 from lampq.terminal import TerminalProgress
 from lampq.typed import preprocessing_with
 from lampq.zero_shot import (
@@ -39,6 +40,7 @@ def synthesize_command(
     ] = None,
     batch: Annotated[int, typer.Option(help="pictures at a time; memory grows with it")] = 32,
     seed: Annotated[int, typer.Option(help="seed of every random draw")] = 0,
+    precision: Annotated[str, typer.Option(help="of passes: auto, float32 or bfloat16")] = "auto",
     mean: arguments.Mean = None,
     std: arguments.Std = None,
     resume: arguments.Resume = False,
@@ -46,7 +48,7 @@ def synthesize_command(
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no summary")] = False,
 ) -> None:
     """Make calibration pictures from a model alone, with the classes they stand for."""
-    settings = Synthesis(images, recipe, steps, batch, seed)
+    settings = Synthesis(images, recipe, steps, batch, seed, precision_named(precision))
     recipe_of(settings)
     check_folder(out, resume=resume)
     loaded = load_model(model, weights)

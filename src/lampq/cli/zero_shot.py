@@ -106,7 +106,8 @@ def calibration_source(
     if calib is not None:
         raise ConfigError("a zero-shot run takes no calibration pictures: leave --calib out")
     if synthetic is None:
-        return NewPictures(Synthesis(images=settings.images, seed=settings.seed, **given))
+        given |= {"images": settings.images, "seed": settings.seed}
+        return NewPictures(Synthesis(**given, precision=settings.train_precision))
     if given:
         raise ConfigError(
             "the pictures of --synthetic are made already: leave --recipe, --synthesis-steps and "

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+
+from lampq.errors import ConfigError
 
 Precision = Literal["auto", "float32", "bfloat16"]
 # how many times faster a product in bfloat16 has to be to be worth its rounding
@@ -51,6 +53,15 @@ def gain_of_bfloat16() -> float:
         return float(trial.stdout)
     except (OSError, ValueError, subprocess.SubprocessError):
         return 0.0
+
+
+def precision_named(name: str) -> Precision:
+    """The precision of that name."""
+    known: tuple[Precision, ...] = get_args(Precision)
+    for precision in known:
+        if precision == name:
+            return precision
+    raise ConfigError(f"precision must be one of {', '.join(known)}, got {name!r}")
 
 
 def chosen(precision: Precision) -> torch.dtype:

@@ -15,6 +15,7 @@ from lampq.errors import ConfigError, GraphError
 from lampq.graph.discover import discover
 from lampq.graph.families import TIMM, RolePattern
 from lampq.hooks import recording
+from lampq.reconstruct.precision import Precision, precision_named
 from lampq.types import LayerRole
 from lampq.zero_shot.canvas import Canvas
 
@@ -135,7 +136,7 @@ class Recipe(Protocol):
 class Synthesis:
     """How many pictures are made, how, and how many at a time; memory grows with ``batch`` only.
 
-    ``steps``: not set, those of the recipe.
+    ``steps``: not set, those of the recipe. ``precision``: in what passes of the model multiply.
     """
 
     images: int = DEFAULT_IMAGES
@@ -143,6 +144,7 @@ class Synthesis:
     steps: int | None = None
     batch: int = 32
     seed: int = 0
+    precision: Precision = "auto"
 
     def __post_init__(self) -> None:
         for name in ("images", "batch", "steps"):
@@ -151,6 +153,7 @@ class Synthesis:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be in 0..2**63 - 1, got {self.seed}")
+        precision_named(self.precision)
 
     @property
     def batches(self) -> tuple[range, ...]:

@@ -21,6 +21,7 @@ from lampq.data import Preprocessing, Samples, list_folder, read_folder
 from lampq.errors import ConfigError, DataError
 from lampq.models import LoadedModel, ModelSource
 from lampq.progress import Progress
+from lampq.reconstruct.precision import chosen
 from lampq.version import __version__
 from lampq.zero_shot.base import Subject, Synthesis, options_of
 from lampq.zero_shot.canvas import Canvas
@@ -100,7 +101,8 @@ def make_folder(
     write_atomically(known, text.encode())
     store = StateFolder(folder / WORK / "batches")
     made = batches(subject, canvas, settings, progress=progress, store=store)
-    about = {**stamp, "synthesis_version": 1, **summary(made)}
+    computed_in = str(chosen(settings.precision)).removeprefix("torch.")
+    about = {**stamp, "synthesis_version": 1, "computed_in": computed_in, **summary(made)}
     # the table comes first: without its pictures it is an error, pictures without it are a class
     write_atomically(folder / "labels.csv", _table(made))
     number = 0

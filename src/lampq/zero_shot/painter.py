@@ -15,6 +15,7 @@ from lampq.hooks import recording
 from lampq.models import preprocessing_of
 from lampq.progress import Progress
 from lampq.reconstruct import NoStore, StateStore
+from lampq.reconstruct.precision import Precision, computing
 from lampq.zero_shot.base import (
     DEFAULT_IMAGES,
     DEFAULT_RECIPE,
@@ -58,18 +59,23 @@ def check_model(model: nn.Module, how: Preprocessing) -> None:
     Subject.of(model, Canvas(how))
 
 
-def answer_of(subject: Subject, shown: Tensor) -> Answer:
-    """The model's answer to the pictures and the entropy of every attention."""
-    with recording(subject.model, list(subject.attentions)) as seen:
-        logits = subject.model(shown)
+def answer_of(subject: Subject, shown: Tensor, precision: Precision) -> Answer:
+    """The model's answer to the pictures and the entropy of every attention.
+
+    Only the model is passed in that precision: similarities are near to one another.
+    """
+    with computing(precision), recording(subject.model, list(subject.attentions)) as seen:
+        logits = subject.model(shown).float()
     entropies = [
-        patch_entropy(seen[name][0], heads, len(shown), subject.prefix)
+        patch_entropy(seen[name][0].float(), heads, len(shown), subject.prefix)
         for name, heads in subject.attentions.items()
     ]
     return Answer(logits, entropies)
 
 
-def paint(subject: Subject, recipe: Recipe, painting: Painting) -> Iterator[int]:
+def paint(
+    subject: Subject, recipe: Recipe, painting: Painting, precision: Precision = "auto"
+) -> Iterator[int]:
     """Improve a batch step by step; gives the number of every finished step."""
     optimizer = torch.optim.Adam(list(painting.parameters), lr=1.0, betas=recipe.betas)
     for step in range(recipe.steps):
@@ -77,7 +83,8 @@ def paint(subject: Subject, recipe: Recipe, painting: Painting) -> Iterator[int]
         optimizer.zero_grad(set_to_none=True)
         with torch.enable_grad():
             shown = painting.shown(step)
-            painting.loss(shown, answer_of(subject, shown)).backward()  # type: ignore[no-untyped-call]
+            answer = answer_of(subject, shown, precision)
+            painting.loss(shown, answer).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         painting.settle()
         yield step
@@ -121,7 +128,7 @@ def batches(
             start = perf_counter()
             labels = recipe.labels(pictures, subject.classes, settings.seed)
             painting = recipe.begin(subject, canvas, labels, settings.generator(number))
-            yield from paint(subject, recipe, painting)
+            yield from paint(subject, recipe, painting, settings.precision)
             batch = _finished(subject, canvas, painting, labels, perf_counter() - start)
             store.save(f"batch {number}", batch.tensors())
             done.append(batch)
@@ -148,6 +155,7 @@ def synthesize(
     steps: int | None = None,
     batch: int = 32,
     seed: int = 0,
+    precision: Precision = "auto",
     how: Preprocessing | None = None,
     patterns: tuple[RolePattern, ...] = TIMM,
     progress: Progress | None = None,
@@ -162,13 +170,15 @@ def synthesize(
         steps: How often a batch is shown to the model; not set, as the recipe says.
         batch: Pictures made at a time: memory grows with it, not with ``images``.
         seed: The seed of every draw.
+        precision: In what the passes of the model multiply; ``auto``, in bfloat16 where that is
+            faster.
         how: Channels, size, mean and deviation of the model's input; not set, those of timm's
             configuration of the model.
         patterns: Which layer plays which role, for models that timm does not have.
         progress: Told of every step.
         store: Keeps finished batches, for resuming.
     """
-    settings = Synthesis(images, recipe, steps, batch, seed)
+    settings = Synthesis(images, recipe, steps, batch, seed, precision)
     canvas = Canvas(how or preprocessing_of(model))
     subject = Subject.of(model, canvas, patterns)
     return joined(batches(subject, canvas, settings, progress=progress, store=store), canvas.how)
