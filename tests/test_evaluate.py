@@ -58,12 +58,14 @@ def test_divergence_by_hand() -> None:
 
 
 def test_the_interval_of_an_even_accuracy_on_a_hundred_images() -> None:
-    # 1.96 * sqrt(0.25 / 100)
-    assert interval95(50.0, 100) == pytest.approx(9.8)
+    # from 40.4 to 59.6: Wilson, 1927
+    assert interval95(50.0, 100) == pytest.approx(9.62, abs=0.01)
 
 
-def test_the_interval_is_narrowest_at_the_ends() -> None:
-    assert 0 < interval95(100.0, 100) < 0.01
+@pytest.mark.parametrize("accuracy", [0.0, 100.0])
+def test_the_interval_at_an_end_is_that_of_about_two_images(accuracy: float) -> None:
+    # from 0 to 0.76 %
+    assert interval95(accuracy, 500) == pytest.approx(0.38, abs=0.005)
 
 
 def test_quality_rises_with_every_measure() -> None:

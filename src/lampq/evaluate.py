@@ -52,9 +52,9 @@ def divergence(logits: Tensor, reference: Tensor) -> float:
 
 
 def interval95(top1_percent: float, images: int) -> float:
-    """Half width of the 95 % interval of an accuracy, in points."""
-    p = top1_percent / 100
-    return 100 * 1.96 * math.sqrt(max(p * (1 - p), 1e-12) / images)
+    """Half width of the 95 % interval of an accuracy, in points: Wilson's, also right near 0."""
+    p, z = top1_percent / 100, 1.96
+    return 100 * z * math.sqrt(images * p * (1 - p) + z * z / 4) / (images + z * z)
 
 
 @dataclass(frozen=True, slots=True)
