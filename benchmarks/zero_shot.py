@@ -36,7 +36,7 @@ from scipy.stats import spearmanr
 from lampq.allocate import random_plan
 from lampq.artifact.fits import FitFolder
 from lampq.calibrate import LayerStats, collect
-from lampq.config import make_config
+from lampq.config import MADE, make_config
 from lampq.data import Samples
 from lampq.evaluate import Quality, predict
 from lampq.graph.discover import discover
@@ -96,7 +96,8 @@ class ZeroBench(Bench):
 
     def run_on(self, source: str, **options: Any) -> tuple[Result, Progress]:
         """One run on the images of a source; fits and measures are shared as far as they go."""
-        progress, config = Progress(), make_config(options)
+        made = {} if source == "real" else MADE[options.get("preset", "best")]
+        progress, config = Progress(), make_config({**made, **options})
         shared = (source, config.method, config.preset, str(config.seed))
         folder = self.work / " ".join(shared)
         folder.mkdir(parents=True, exist_ok=True)

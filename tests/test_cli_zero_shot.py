@@ -104,6 +104,17 @@ def test_the_report_says_how_the_pictures_were_made(report: dict[str, Any]) -> N
     assert report["config"]["images"] == 6
 
 
+def test_weights_are_held_more_firmly_on_made_pictures_unless_asked_otherwise(
+    report: dict[str, Any], pictures: Path, tmp_path: Path
+) -> None:
+    assert report["config"]["damping"] == 0.1
+    out = tmp_path / "run"
+    given = ("--zero-shot", "--synthetic", pictures, "--damping", 0.02)
+    found = Outcome("quantize", *given, "--out", out, "--quiet", *QUICK)
+    assert found.code == 0, found.err
+    assert json.loads((out / "report.json").read_text())["config"]["damping"] == 0.02
+
+
 def test_widths_keep_their_distance(report: dict[str, Any]) -> None:
     widths = report["plan"]["layers"].values()
     assert all(bits["activation"] == bits["weight"] + 4 for bits in widths)

@@ -71,6 +71,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "zero-code": ({"zero_code": "no"}, "zero_code must be one of extra, reserved"),
     "onebit": ({"onebit": "no"}, "onebit must be one of adalog, affine"),
     "compensation": ({"compensation": "erq"}, "compensation must be one of none, gptq"),
+    "damping": ({"damping": 0}, "damping must be positive, got 0"),
     "input-ranges": ({"input_ranges": "row"}, "input_ranges must be one of static, token"),
     "ranges-for-speed": (
         {"input_ranges": "token", "profile": "speed"},

@@ -66,6 +66,7 @@ class RunConfig:
     fold: Literal["full", "searched"] = "searched"
     error: Literal["plain", "relative"] = "relative"
     compensation: Literal["none", "gptq"] = "gptq"
+    damping: float = 0.01
     input_ranges: Literal["static", "token"] = "token"
     prefix_bits: Literal["target"] | int = 8
     sites: Literal["published", "inputs"] = "inputs"
@@ -109,7 +110,8 @@ class RunConfig:
     train_precision: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("bits", "gamma", "mu", "ridge", "lr_weights", "lr_scales", "lr_affine"):
+        rates = ("lr_weights", "lr_scales", "lr_affine")
+        for name in ("bits", "gamma", "mu", "damping", "ridge", *rates):
             if type(getattr(self, name)) is int:
                 object.__setattr__(self, name, float(getattr(self, name)))
         hints = typing.get_type_hints(type(self))
@@ -136,15 +138,16 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        for name in ("lr_weights", "lr_scales", "lr_affine"):
+        for name in rates:
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
                 raise ConfigError(f"{name} must be a rate in [0, 1), got {value:g}")
         for name in ("exchanges", "patience", "seed"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not 0 < self.ridge < math.inf:
-            raise ConfigError(f"ridge must be positive, got {self.ridge:g}")
+        for name in ("damping", "ridge"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name):g}")
         if not 1 < self.gamma < math.inf:
             raise ConfigError(f"gamma must be above 1, got {self.gamma:g}")
         if self.seed >= 2**63:
@@ -290,6 +293,8 @@ PAPER: dict[str, Any] = {
     "patience": 0,
 }
 PRESETS: dict[str, dict[str, Any]] = {"best": {"preset": "best"}, "paper": PAPER}
+# of made pictures, whose statistics are only like those of real ones
+MADE: dict[str, dict[str, Any]] = {"best": {"damping": 0.1}, "paper": {}}
 # what detectors have instead: an image of theirs is as much work as dozens of a classifier's
 DETECTION: dict[str, Any] = {
     "images": 256,

@@ -238,6 +238,21 @@ def test_compensation_lowers_the_output_error(bits: int) -> None:
     assert errors[0] < errors[1]
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_much_damping_leaves_codes_as_rounding_to_nearest_has_them(bits: int) -> None:
+    view, stats = _view(PROJ), LayerStats(_normal(5, 400, 16) @ _normal(6, 16, 16))
+    nearest, compensated, held = (
+        AdaLog(**options).fit(view, LayerBits(bits, 8), stats).codes
+        for options in (
+            {},
+            {"compensation": "gptq"},
+            {"compensation": "gptq", "damping": 1e6},
+        )
+    )
+    assert torch.equal(held, nearest)
+    assert not torch.equal(compensated, nearest)
+
+
 @pytest.mark.parametrize("spec", [FC2, PROJ], ids=["fc2", "proj"])
 def test_compensation_keeps_the_mean_output(spec: LayerSpec) -> None:
     inputs = F.gelu(_normal(5, 400, 16))

@@ -13,7 +13,7 @@ from rich.console import Console
 from lampq.cli import app, arguments, guarded
 from lampq.cli.jobs import Places, Wanted, classifier_job, detector_job
 from lampq.cli.zero_shot import calibration_source
-from lampq.config import RunConfig, make_config, read_toml
+from lampq.config import MADE, RunConfig, make_config, read_toml
 from lampq.errors import ConfigError
 from lampq.models import DEFAULT_MODEL
 from lampq.runfolder import run_job
@@ -127,6 +127,10 @@ def quantize_command(
     ] = None,
     compensation: Annotated[
         str | None, typer.Option(help="of weight errors: none or gptq", rich_help_panel=METHOD)
+    ] = None,
+    damping: Annotated[
+        float | None,
+        typer.Option(help="how firmly compensated weights are held", rich_help_panel=METHOD),
     ] = None,
     input_ranges: Annotated[
         str | None,
@@ -338,6 +342,8 @@ def quantize_command(
     folder = Path() if config is None else config.parent
     places = Places.of({**flags, "eval": evaluation}, options, folder)
     options |= {key: value for key, value in given.items() if value is not None}
+    if zero_shot:
+        options = {**MADE.get(str(options.get("preset", "best")), {}), **options}
     if zero_shot and synthetic is None:
         options.setdefault("images", DEFAULT_IMAGES)
     settings = make_config(options)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lampq.calibrate import LayerStats, MatmulStats
 from lampq.methods.adalog_layer import STEPS, LayerSearch, without
 from lampq.methods.base import LinearView
+from lampq.methods.compensate import DAMPING
 from lampq.methods.search import (
     EXHAUSTIVE,
     Error,
@@ -57,6 +58,7 @@ class AdaLog:
     ``onebit``: at one bit, levels {0, scale} ("adalog") or two free levels ("affine").
     ``compensation``: "none" rounds to nearest as published; "gptq" lets the weights that are not
     yet rounded absorb the error of those that are, and of the input (GPTQ on the quantized input).
+    ``damping`` is the share of the mean diagonal that is added to the diagonal of its Gram matrix.
     ``fold``: how far the scales of the channels behind a norm are evened out. "full" makes them all
     equal, as published, which leaves their differences to the weight; "searched" takes the power of
     the scales, out of FOLD_POWERS, with the least output error.
@@ -79,6 +81,7 @@ class AdaLog:
     zero_code: ZeroCode = "extra"
     onebit: Literal["adalog", "affine"] = "adalog"
     compensation: Literal["none", "gptq"] = "none"
+    damping: float = DAMPING
     fold: Literal["full", "searched"] = "full"
     error: Literal["plain", "relative"] = "plain"
     input_ranges: Literal["static", "token"] = "static"

@@ -269,4 +269,5 @@ class LayerSearch:
             self._quantized_inputs(),
             self.weight_quantizer,
             self.shares,
+            self.method.damping,
         )

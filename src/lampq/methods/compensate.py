@@ -26,17 +26,19 @@ def compensated_codes(
     quantized: Tensor,
     grid: UniformQuantizer,
     shares: Tensor | None = None,
+    damping: float = DAMPING,
 ) -> tuple[Tensor, Tensor]:
     """Codes (outputs, inputs) of both steps on the given grid, and the bias that goes with them.
 
     ``shares``: how much the error of each token counts, one on average; all alike when not given.
+    ``damping``: the share of the mean diagonal that is added to that of the Gram matrix.
     """
     if weight.shape[1] > MOST_INPUTS:
         count = -(-weight.shape[1] // MOST_INPUTS)
         parts = zip(*(x.chunk(count, dim=1) for x in (weight, inputs, quantized)), strict=True)
         pieces = []
         for own, seen, given in parts:
-            piece, bias = compensated_codes(own, bias, seen, given, grid, shares)
+            piece, bias = compensated_codes(own, bias, seen, given, grid, shares, damping)
             pieces.append(piece)
         return torch.cat(pieces, dim=1), bias
     counts = torch.ones_like(inputs[:, 0]) if shares is None else shares
@@ -45,7 +47,7 @@ def compensated_codes(
     root = counts.sqrt()[:, None]
     centred = ((quantized - quantized_mean) * root).double()
     exact = ((inputs - mean) * root).double() @ weight.double().T
-    damped = damp(centred.T @ centred, DAMPING)
+    damped = damp(centred.T @ centred, damping)
     residual = exact - centred @ weight.double().T
     refitted = weight.double() + ridge(damped, centred.T @ residual).T
     codes = gptq_codes(refitted, damped, grid, act_order=True)
