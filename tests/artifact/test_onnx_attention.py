@@ -68,7 +68,10 @@ GRIDS: dict[str, tuple[Quantizer | None, Quantizer | None, Quantizer | None, boo
 }
 
 
-def attention(name: str) -> ExplicitAttention:
+SOFTMAX = UniformQuantizer(8, torch.tensor(1 / 255), torch.tensor(0.0))
+
+
+def attention(name: str, softmax: Quantizer = SOFTMAX) -> ExplicitAttention:
     """An attention whose projections change nothing, so that inputs can be kept off borders."""
     left, right, of_values, _ = GRIDS[name]
     width = HEADS * CHANNELS
@@ -78,7 +81,6 @@ def attention(name: str) -> ExplicitAttention:
         module.qkv.weight[width:].copy_(torch.eye(width).repeat(2, 1))
         module.qkv.bias.zero_()
     module.qk = QuantMatMul(MatmulFit(MatmulSpec("attn.qk", "qk", 0), left, right))
-    softmax = UniformQuantizer(8, torch.tensor(1 / 255), torch.tensor(0.0))
     module.av = QuantMatMul(MatmulFit(MatmulSpec("attn.av", "av", 0), softmax, of_values))
     return module.eval()
 
@@ -125,6 +127,20 @@ def test_operands_of_an_attention_give_what_torch_gives(name: str, runtime: str)
     # a code of the softmax may be another one: 1 / 255 of a value
     np.testing.assert_allclose(found, exact, atol=0.01 * np.ptp(exact), rtol=0)
     np.testing.assert_allclose(np.median(np.abs(found - exact)), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_shares_with_ranges_per_token_need_no_least_value(runtime: str) -> None:
+    body = LogQuantizer(4, torch.tensor(1.0), torch.tensor(0.0), torch.tensor(0.0), step=20)
+    module = attention("first tokens", prefix(body, count=2))
+    graph = graph_of(module)
+    # those of the operands alone
+    assert [node.op_type for node in graph.graph.node].count("ReduceMin") == 1
+    x = inputs(module)
+    module.proj = nn.Identity()
+    exact = module(x).detach().numpy()
+    found = run(graph, {"x": x.numpy()}, runtime)
+    np.testing.assert_allclose(found, exact, atol=1e-5 * np.ptp(exact), rtol=0)
 
 
 @pytest.mark.parametrize("name", GRIDS)
