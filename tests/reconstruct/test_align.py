@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lampq.quant.modules import assemble
 from lampq.reconstruct import Align, Distill, Finish, Rates
 from lampq.reconstruct import align as aligning
-from lampq.reconstruct.align import _Problem, _Writer
+from lampq.reconstruct.align import _Writer
 from lampq.reconstruct.feed import Feed
+from lampq.reconstruct.least_squares import Problem
 from lampq.types import LayerRole
 
 
@@ -99,7 +100,7 @@ def test_the_solution_is_that_of_weighted_least_squares(vit: Case) -> None:
     truth = torch.randn(layer.out_features, layer.in_features)
     shift = torch.randn(layer.out_features)
     target = x @ truth.T + shift
-    problem = _Problem(fit, layer, torch.ones(4))
+    problem = Problem(fit, layer, torch.ones(4))
     problem.add(x, target, target)
     found = problem.solved(1e-9)
     # eight bits of a grid that spans the row
@@ -115,7 +116,7 @@ def test_a_strong_ridge_keeps_the_float_weight(vit: Case) -> None:
     layer = job.model.get_submodule(fit.spec.name)
     assert isinstance(layer, nn.Linear)
     x = torch.randn(50, 4, layer.in_features)
-    problem = _Problem(fit, layer, torch.ones(4))
+    problem = Problem(fit, layer, torch.ones(4))
     problem.add(x, torch.randn(50, 4, layer.out_features), torch.randn(50, 4, layer.out_features))
     found = problem.solved(1e9)
     assert float((found.weight - layer.weight).abs().max()) < 0.02 * float(layer.weight.abs().max())
@@ -129,7 +130,7 @@ def test_a_layer_whose_output_few_tokens_make_is_left_alone(vit: Case) -> None:
     assert isinstance(layer, nn.Linear)
     output = torch.randn(10, 4, layer.out_features)
     output[0, 0] *= 100
-    problem = _Problem(fit, layer, torch.ones(4))
+    problem = Problem(fit, layer, torch.ones(4))
     problem.add(torch.randn(10, 4, layer.in_features), output, output)
     assert problem.uneven
 
@@ -181,7 +182,7 @@ def test_distillation_starts_from_the_aligned_model(vit: Case) -> None:
     still = Rates(0.0, 1e-12, 0.0)
     found = Distill(still, iterations=1, batch=4)(job)
     assert gap(job, found) == pytest.approx(gap(job, Align()(job)), rel=1e-3)
-    plain = Distill(still, iterations=1, batch=4, start=None)(job)
+    plain = Distill(still, iterations=1, batch=4, start=None, heads=None)(job)
     untouched = assemble(job.model, job.layers, job.sites)
     assert gap(job, plain) == pytest.approx(gap(job, untouched), rel=1e-3)
 

@@ -260,7 +260,8 @@ def test_the_class_token_counts_most_behind_the_last_block(vit: Case) -> None:
 def test_distillation_leaves_edges_alone(case: Case) -> None:
     torch.manual_seed(0)
     job = job_of(case)
-    after = Distill(Rates(1e-1, 1e-1, 1e-1), iterations=3, batch=4, start=None)(job)
+    rates = Rates(1e-1, 1e-1, 1e-1)
+    after = Distill(rates, iterations=3, batch=4, start=None, heads=None)(job)
     before = assemble(job.model, job.layers, job.sites)
     changed = {
         name

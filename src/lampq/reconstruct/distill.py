@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from lampq.data import Samples
 from lampq.hooks import recording_outputs
-from lampq.quant.modules import assemble
 from lampq.reconstruct.align import Align
 from lampq.reconstruct.base import Finish, Rates, follow_cosine
 from lampq.reconstruct.blocks import fisher_weights, softened
+from lampq.reconstruct.heads import Heads
 from lampq.reconstruct.precision import Precision, computing
 from lampq.reconstruct.trainable import fitted, trainable
 from lampq.types import LayerRole
@@ -36,16 +36,16 @@ class Distill:
     """Training of all blocks by the error of their outputs and by the divergence of the answers.
 
     The error of a block output is that behind a norm without gains: what the next block sees of it.
-    Patch embedding and head are left as they are: with one picture of a class the head would learn
-    which classes there are pictures of.
+    Patch embedding and head are not trained: with one picture of a class the head would learn which
+    classes there are pictures of. It is solved by least squares in the end.
 
     ``answers``: weight of the divergence of the answers beside the error of the block outputs.
     ``focus``: the share of a token's weight that follows the Fisher information at its position;
     the rest is even. ``smallest``: the least share of a picture that a crop keeps; 1 shows whole
     pictures only. ``mirror``: whether half of the pictures are shown mirrored. ``mixed``: the share
     of pictures that are blended with another one, or have a part of it in them. ``start``: what is
-    done before, None to train the fits as they are. ``keep``: after how many steps the state is
-    stored for resuming.
+    done before, None to train the fits as they are. ``heads``: how the head is solved in the end,
+    None to leave it as it is. ``keep``: after how many steps the state is stored for resuming.
     """
 
     rates: Rates = field(default_factory=lambda: Rates(weights=5e-3, scales=5e-4, affine=3e-4))
@@ -58,6 +58,7 @@ class Distill:
     focus: float = 0.2
     precision: Precision = "auto"
     start: Align | None = field(default_factory=Align)
+    heads: Heads | None = field(default_factory=Heads)
     keep: int = 100
 
     def __call__(self, job: Finish) -> nn.Module:
@@ -65,8 +66,9 @@ class Distill:
         begun = job
         if self.start is not None:
             begun = self.start.aligned(job)
-            job.offer(assemble(job.model, begun.layers, job.sites))
-        return fitted(self.trained(job, trainable(job.model, begun.layers, job.sites)))
+            job.offer(self.start.assembled(begun))
+        model = fitted(self.trained(job, trainable(job.model, begun.layers, job.sites)))
+        return model if self.heads is None else self.heads(job, model)
 
     def trained(self, job: Finish, model: nn.Module) -> nn.Module:
         """The trainable model after training."""
