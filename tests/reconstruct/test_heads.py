@@ -90,3 +90,14 @@ def test_the_views_follow_from_the_seed(vit: Case, seed: int) -> None:
     moved = layer(Heads()(replace(job, seed=seed + 1), assembled(job)), name)
     first = layer(Heads()(job, assembled(job)), name)
     assert not torch.equal(first.bias, moved.bias)
+
+
+def test_a_head_that_is_a_convolution_is_left_alone(vit: Case) -> None:
+    job = job_of(vit)
+    (name,) = heads_of(job)
+    (stem,) = (x for x in job.layers if x.spec.role is LayerRole.PATCH_EMBED)
+    as_head = replace(stem, spec=replace(stem.spec, role=LayerRole.HEAD))
+    others = tuple(x for x in job.layers if x not in (stem,) and x.spec.name != name)
+    odd = replace(job, layers=(*others, as_head))
+    before, after = assembled(odd).state_dict(), Heads()(odd, assembled(odd)).state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())

@@ -40,7 +40,12 @@ class Heads:
     @torch.no_grad()
     def __call__(self, job: Finish, model: nn.Module) -> nn.Module:
         """The quantized model, its heads solved anew; it is changed in place."""
-        problems = {fit.spec.name: self._problem(job, fit) for fit in job.layers if _solvable(fit)}
+        layers = {x.spec.name: job.model.get_submodule(x.spec.name) for x in job.layers}
+        problems = {
+            fit.spec.name: Problem(fit, layers[fit.spec.name], torch.ones(1))
+            for fit in job.layers
+            if _solvable(fit, layers[fit.spec.name])
+        }
         names = list(problems)
         generator = torch.Generator().manual_seed(job.seed)
         starts = range(0, len(job.samples), self.batch) if names else ()
@@ -56,14 +61,12 @@ class Heads:
                 problem.add(given[name][0], wanted[name], wanted[name])
         for name, problem in problems.items():
             if not problem.uneven:
-                solved = quantized_layer(problem.solved(self.ridge), job.model.get_submodule(name))
+                solved = quantized_layer(problem.solved(self.ridge), layers[name])
                 replace_module(model, name, solved)
         return model
 
-    @staticmethod
-    def _problem(job: Finish, fit: LayerFit) -> Problem:
-        return Problem(fit, job.model.get_submodule(fit.spec.name), torch.ones(1))
 
-
-def _solvable(fit: LayerFit) -> bool:
-    return fit.spec.role is LayerRole.HEAD and isinstance(fit.weight_quantizer, UniformQuantizer)
+def _solvable(fit: LayerFit, layer: nn.Module) -> bool:
+    """Whether it is a head of the kind that least squares are for; own models may have others."""
+    linear = isinstance(layer, nn.Linear) and isinstance(fit.weight_quantizer, UniformQuantizer)
+    return fit.spec.role is LayerRole.HEAD and linear

@@ -23,7 +23,7 @@ class Problem:
     """
 
     def __init__(self, fit: LayerFit, layer: nn.Module, counts: Tensor) -> None:
-        assert isinstance(layer, nn.Linear), "blocks have linear layers only"
+        assert isinstance(layer, nn.Linear), "only linear layers are solved"
         self.fit, self.counts = fit, counts
         bias = layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
         self.weight, self.bias = layer.weight.detach(), bias.detach()
