@@ -21,7 +21,7 @@ from lampq.progress import Progress
 from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantLayer, QuantMatMul, assemble, replace_module
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.token import TokenLogQuantizer, TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.runtime import SESSIONS
@@ -340,6 +340,19 @@ def test_tokens_are_moved_off_the_borders_of_their_own_grids(
     assert 0 < float(changed) < 0.1
     assert torch.equal(fixed.scale, grid.at(x).scale)
     assert bool(((moved - x).abs() <= 0.021 * fixed.scale).all())
+
+
+@pytest.mark.parametrize("clip", [0.3, 1.0])
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_tokens_are_moved_off_the_borders_of_their_own_powers(bits: int, clip: float) -> None:
+    grid = TokenLogQuantizer(bits, torch.tensor([clip]), torch.tensor([0.17]), step=30)
+    x = torch.randn(500, 500, generator=torch.Generator().manual_seed(0)).abs() - 0.17
+    moved = off_borders(grid, x)
+    fixed = grid.at(moved)
+    near = 0.002 * (moved + 0.17)
+    assert torch.equal(fixed.encode(moved - near), fixed.encode(moved + near))
+    assert 0 < float((moved != x).float().mean()) < 0.2
+    assert torch.equal(fixed.scale, grid.at(x).scale)
 
 
 def test_products_are_verified_too(vit: Case, monkeypatch: pytest.MonkeyPatch) -> None:

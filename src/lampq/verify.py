@@ -41,7 +41,7 @@ from lampq.quant.base import Quantizer
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantConv2d, QuantLayer, QuantMatMul, QuantSum
 from lampq.quant.prefix import PrefixQuantizer
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.token import PerToken
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.runtime import SESSIONS
@@ -241,7 +241,7 @@ def off_borders(grid: Quantizer | None, x: Tensor) -> Tensor:
         first, others = grid.parts(x)
         return grid.joined(off_borders(grid.prefix, first), off_borders(grid.body, others))
     # what makes the range of a token is at its last code or beyond: it is not moved
-    fixed = grid.at(x) if isinstance(grid, TokenQuantizer) else grid
+    fixed = grid.at(x) if isinstance(grid, PerToken) else grid
     margin = _margin(fixed, x)
     near = fixed.encode(x - margin) != fixed.encode(x + margin)
     return torch.where(near, x + 2 * margin, x)
@@ -281,7 +281,7 @@ class _Site:
             output = output.flatten(2).transpose(1, 2)
         if grid is None:
             return (output,)
-        fixed = grid.at(output) if isinstance(grid, TokenQuantizer) else grid
+        fixed = grid.at(output) if isinstance(grid, PerToken) else grid
         margin = _margin(fixed, output)
         return fixed(output - margin), fixed(output + margin)
 

@@ -34,6 +34,7 @@ from lampq.graph.discover import discover
 from lampq.methods import METHODS, FitCache, SiteWidths
 from lampq.models import ModelSource, source_of
 from lampq.quant.modules import QuantLayer, assemble
+from lampq.quant.token import TokenQuantizer
 from lampq.types import BitPlan, LayerBits
 
 USER = ModelSource("user", "Tiny", {})
@@ -87,21 +88,24 @@ def test_loading_gives_equal_logits_bit_for_bit(
     assert torch.equal(logits_of(loaded, images), logits_of(model, images))
 
 
+@pytest.mark.parametrize(("ranges", "version"), [("static", 6), ("token", 7)])
 def test_first_tokens_of_another_width_are_loaded_bit_for_bit_from_a_version_of_their_own(
-    vit: Case, tmp_path: Path
+    vit: Case, tmp_path: Path, ranges: str, version: int
 ) -> None:
-    model = quantized(vit, "adalog", input_ranges="token", prefix_bits=8)
+    model = quantized(vit, "adalog", input_ranges=ranges, prefix_bits=8)
     path = tmp_path / "model.safetensors"
     path.write_bytes(checkpoint_bytes(model, USER, {}))
     content = read_checkpoint(path)[0].content
-    assert content["format_version"] == 6 == FORMAT_VERSION
+    assert content["format_version"] == version <= FORMAT_VERSION
+    axis = {"axis": -1} if ranges == "token" else {}
+    kind = "token" if ranges == "token" else "uniform"
     assert content["layers"]["blocks.0.attn.proj"]["input_quantizer"] == {
         "kind": "prefix",
         "bits": 4,
         "count": 1,
         "axis": -1,
-        "prefix": {"kind": "token", "bits": 8, "axis": -1},
-        "body": {"kind": "token", "bits": 4, "axis": -1},
+        "prefix": {"kind": kind, "bits": 8, **axis},
+        "body": {"kind": kind, "bits": 4, **axis},
     }
     loaded = load_checkpoint(path, vit.original)
     images = vit.samples.images
@@ -116,7 +120,7 @@ def test_ranges_per_token_are_loaded_bit_for_bit_from_a_version_of_their_own(
     path = tmp_path / "model.safetensors"
     path.write_bytes(checkpoint_bytes(model, USER, {}))
     content = read_checkpoint(path)[0].content
-    assert content["format_version"] == 5
+    assert content["format_version"] == 7 == FORMAT_VERSION
     (proj,) = {
         json.dumps(entry["input_quantizer"])
         for entry in content["layers"].values()
@@ -125,10 +129,22 @@ def test_ranges_per_token_are_loaded_bit_for_bit_from_a_version_of_their_own(
     assert json.loads(proj) == {"kind": "token", "bits": 4, "axis": -1}
     products = [entry for name, entry in content["matmuls"].items() if name.endswith("qk")]
     assert [entry["right"]["axis"] for entry in products] == [-2] * len(products)
+    logs = [entry["input_quantizer"] for entry in content["layers"].values()]
+    logs = [quantizer for quantizer in logs if quantizer and "step" in quantizer]
+    logs += [entry["left"] for name, entry in content["matmuls"].items() if name.endswith("av")]
+    assert {quantizer["kind"] for quantizer in logs} == {"token_log"}
+    assert set(logs[0]) == {"kind", "bits", "axis", "step", "denominator", "table", "zero_code"}
     loaded = load_checkpoint(path, case.original)
     images = case.samples.images
     assert torch.equal(logits_of(loaded, images), logits_of(model, images))
     assert checkpoint_bytes(loaded, USER, {}) == path.read_bytes()
+
+
+def test_evenly_spaced_ranges_per_token_need_no_newer_version(vit: Case) -> None:
+    model = quantized(vit, "minmax")
+    layer = model.get_submodule("blocks.0.attn.proj")
+    layer.input_quantizer = TokenQuantizer(4, torch.tensor(0.8))
+    assert b'\\"format_version\\":5' in checkpoint_bytes(model, USER, {})
 
 
 def test_static_ranges_need_no_new_version(vit: Case) -> None:

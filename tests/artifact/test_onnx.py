@@ -36,7 +36,7 @@ from lampq.quant.modules import (
     replace_module,
 )
 from lampq.quant.prefix import PrefixQuantizer
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.token import PerToken, TokenLogQuantizer, TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec, SumSpec
@@ -204,7 +204,7 @@ def tokens(grid: Quantizer | None, shape: tuple[int, ...], low: float, high: flo
     if grid is None:
         return x
     step = (high - low) * 1e-3
-    if isinstance(grid, TokenQuantizer):  # the largest ones, which make the grid, are far from it
+    if isinstance(grid, PerToken):  # the largest ones, which make the grid, are far from it
         grid = grid.at(x)
     near = grid.encode(x - step) != grid.encode(x + step)
     return torch.where(near, x + 3 * step, x)
@@ -317,6 +317,16 @@ FLOAT_GRIDS: dict[str, tuple[Quantizer, float, float]] = {
     ),
     "one range a token": (TokenQuantizer(4, torch.tensor(0.7)), -1.0, 2.0),
     "one range a token at one bit": (TokenQuantizer(1, torch.tensor(0.4)), -1.0, 2.0),
+    "powers of the size of a token": (
+        TokenLogQuantizer(3, torch.tensor([0.7]), torch.tensor([0.17]), step=30),
+        -0.17,
+        2.0,
+    ),
+    "powers of the whole size": (
+        TokenLogQuantizer(4, torch.ones(1), torch.zeros(1), step=37),
+        0.0,
+        2.0,
+    ),
     "one scale a channel": (
         UniformQuantizer(4, torch.linspace(0.1, 0.2, 20), torch.linspace(2, 9, 20)),
         -1.0,
@@ -334,6 +344,7 @@ def test_other_inputs_are_float_operators_of_the_same_values(name: str, runtime:
 
 
 SOFTMAX_GRIDS: dict[str, Quantizer] = {
+    "powers of the size of a row": TokenLogQuantizer(3, torch.ones(1), torch.zeros(1), step=37),
     "log": LogQuantizer.log_sqrt2(4, torch.tensor(1.0)),
     "twin": TwinSoftmaxQuantizer.splitting(4, torch.tensor(0.25)),
     "twin whose coarse grid is inside": TwinSoftmaxQuantizer.splitting(3, torch.tensor(1.0)),
@@ -393,8 +404,15 @@ def test_first_tokens_of_another_width_give_what_torch_gives(
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_tokens_without_a_range_stay_finite_in_every_runtime(runtime: str) -> None:
-    grid = TokenQuantizer(3, torch.tensor(0.7))
+@pytest.mark.parametrize(
+    "grid",
+    [
+        TokenQuantizer(3, torch.tensor(0.7)),
+        TokenLogQuantizer(3, torch.tensor([0.7]), torch.zeros(1), step=30),
+    ],
+    ids=["even", "log"],
+)
+def test_tokens_without_a_range_stay_finite_in_every_runtime(grid: PerToken, runtime: str) -> None:
     x = tokens(grid, (2, 7, 20), -1.0, 2.0)
     x[:, 3] = 0
     assert_same(layer_of(4, grid), (x,), runtime)

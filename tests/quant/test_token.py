@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor
 
 from lampq.errors import ConfigError
-from lampq.quant.base import CodedQuantizer
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.base import CodedQuantizer, describe, rebuild
+from lampq.quant.log import LogQuantizer, ZeroCode
+from lampq.quant.token import TokenLogQuantizer, TokenQuantizer
 from lampq.quant.uniform import UniformQuantizer
 
 widths = pytest.mark.parametrize("bits", range(1, 9))
@@ -119,3 +122,71 @@ def test_another_axis_is_refused() -> None:
 def test_what_is_no_part_of_a_range_is_refused(clip: float) -> None:
     with pytest.raises(ConfigError, match="above 0 and up to 1, got"):
         TokenQuantizer(3, torch.tensor([0.5, clip]))
+
+
+SHIFT = torch.tensor([0.17])
+bases = pytest.mark.parametrize("step", [10, 37, 90])
+
+
+def shares(*shape: int) -> Tensor:
+    """Rows that add up to one, some of a few large values, some of many small ones."""
+    generator = torch.Generator().manual_seed(0)
+    sharpness = torch.logspace(-2, 1, shape[-2])[:, None]
+    return (torch.randn(shape, generator=generator) * sharpness).softmax(-1)
+
+
+@widths
+@clips
+@bases
+@pytest.mark.parametrize("zero_code", ["extra", "reserved"])
+def test_each_token_is_that_of_a_log_quantizer_of_its_own_scale(
+    bits: int, clip: float, step: int, zero_code: ZeroCode
+) -> None:
+    x = tokens(20, 50)
+    quantizer = TokenLogQuantizer(bits, torch.tensor([clip]), SHIFT, step=step, zero_code=zero_code)
+    values, codes = quantizer(x), quantizer.encode(x)
+    assert quantizer.n_codes == 2**bits + (zero_code == "extra")
+    for row, value, code in zip(x, values, codes, strict=True):
+        scale = clip * (row.max() + SHIFT)
+        alone = LogQuantizer(bits, scale, SHIFT, SHIFT, step=step, zero_code=zero_code)
+        torch.testing.assert_close(value, alone(row), rtol=1e-6, atol=1e-6 * float(scale))
+        assert float((code == alone.encode(row)).float().mean()) > 0.97  # borders apart
+
+
+@widths
+@bases
+def test_the_largest_of_a_whole_range_is_kept_and_zero_too(bits: int, step: int) -> None:
+    x = shares(6, 40)
+    x[:, 3] = 0
+    values = TokenLogQuantizer(bits, torch.ones(1), torch.zeros(1), step=step)(x)
+    torch.testing.assert_close(values.amax(1), x.amax(1))
+    assert bool((values[:, 3] <= 1e-14).all())
+    # a power of two changes no digit
+    again = TokenLogQuantizer(bits, torch.ones(1), torch.zeros(1), step=step)(x / 8)
+    assert torch.equal(again, values / 8)
+
+
+@widths
+def test_logarithmic_tokens_on_the_other_axis_have_the_same_values(bits: int) -> None:
+    x, clip = tokens(2, 3, 7, 16), torch.tensor([0.4, 0.7, 1.0])[:, None, None]
+    straight = TokenLogQuantizer(bits, clip, SHIFT, step=30)
+    turned = TokenLogQuantizer(bits, clip, SHIFT, step=30, axis=-2)
+    assert torch.equal(turned(x.mT), straight(x).mT)
+    alone = TokenLogQuantizer(bits, clip[1, 0], SHIFT, step=30)
+    assert torch.equal(straight(x)[:, 1], alone(x[:, 1]))
+
+
+@pytest.mark.parametrize("constant", [0.0, -0.17, -5.0, 1e-20, 1e20])
+def test_tokens_without_a_range_stay_finite(constant: float) -> None:
+    values = TokenLogQuantizer(3, torch.tensor([0.5]), SHIFT, step=30)(torch.full((3, 9), constant))
+    assert bool(torch.isfinite(values).all())
+
+
+def test_a_rebuilt_logarithmic_quantizer_gives_the_same_values() -> None:
+    x = tokens(9, 30)
+    quantizer = TokenLogQuantizer(3, torch.tensor([0.6]), SHIFT, step=41, axis=-2)
+    again = rebuild(json.loads(json.dumps(describe(quantizer))), quantizer.state_dict())
+    assert torch.equal(again(x), quantizer(x))
+    assert torch.equal(again.encode(x), quantizer.encode(x))
+    grid = quantizer.at(x)
+    assert torch.equal(grid.decode(quantizer.encode(x)), quantizer(x))

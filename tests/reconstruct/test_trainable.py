@@ -8,9 +8,10 @@ from conftest import Case, fits_of
 from torch import Tensor, nn
 
 from lampq.hooks import recording
-from lampq.quant.base import describe
+from lampq.quant.base import Quantizer, describe
 from lampq.quant.modules import assemble
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.prefix import PrefixQuantizer
+from lampq.quant.token import TokenLogQuantizer, TokenQuantizer
 from lampq.reconstruct.trainable import (
     Rounding,
     TrainableQuantizer,
@@ -92,6 +93,53 @@ def test_a_trained_part_of_a_range_is_kept_with_its_axis() -> None:
     assert isinstance(found, TokenQuantizer)
     assert describe(found) == {"kind": "token", "bits": 3, "axis": -2}
     torch.testing.assert_close(found.clip, torch.tensor(0.5 * 2.718281828**0.3))
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.17])
+@pytest.mark.parametrize("first", [0, 2])
+def test_powers_of_the_size_of_a_token_are_trained_straight_through(
+    shift: float, first: int
+) -> None:
+    x = torch.randn(2, 6, 40, generator=torch.Generator().manual_seed(0)).abs()
+    x = (x * torch.logspace(-2, 2, 6)[:, None] - shift).requires_grad_()
+    body = TokenLogQuantizer(3, torch.tensor([0.6]), torch.tensor([shift]), step=30)
+    whole: Quantizer = body
+    if first:
+        whole = PrefixQuantizer(3, TokenQuantizer(8, torch.ones(1)), body, count=first)
+    trained = TrainableQuantizer(whole)
+    assert trained.log_scale is not None
+    values = trained(x)
+    torch.testing.assert_close(values, whole(x.detach()), rtol=1e-5, atol=1e-5)
+    slope = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    (values * slope).sum().backward()
+    # inside the range and in first tokens the gradient passes, beyond the range there is none
+    seen, size = x.detach() + shift, x.detach().amax(-1, keepdim=True) + shift
+    inside, body_slope = seen <= 0.6 * size, slope.clone()
+    inside[:, :first] = True
+    body_slope[:, :first] = 0
+    assert 0 < int(inside.sum()) < inside.numel()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, slope * inside)
+    # as in LSQ: the rounding error inside the range, the largest power beyond it
+    error = torch.where(inside, values.detach() - x.detach(), values.detach() + shift)
+    assert trained.log_scale.grad is not None
+    wanted = (error * body_slope).sum()
+    torch.testing.assert_close(trained.log_scale.grad.sum(), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_trained_part_of_the_size_of_a_token_is_kept_with_its_base() -> None:
+    original = TokenLogQuantizer(3, torch.tensor([0.9]), torch.tensor([0.17]), step=41)
+    trained = TrainableQuantizer(original)
+    assert trained.log_scale is not None
+    trained.log_scale.data += 0.3
+    found = trained.fitted()
+    assert isinstance(found, TokenLogQuantizer)
+    assert describe(found) == describe(original)
+    torch.testing.assert_close(found.clip, torch.ones(1))
+    x = torch.rand(5, 20) - 0.1
+    torch.testing.assert_close(trained(x).detach(), found(x))
+    trained.log_scale.data -= 0.7
+    torch.testing.assert_close(trained(x).detach(), trained.fitted()(x))
 
 
 def test_the_part_of_a_range_never_grows_beyond_the_whole_and_finds_back() -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -37,14 +37,14 @@ from lampq.quant.modules import (
     replace_module,
 )
 from lampq.quant.prefix import PrefixQuantizer
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.token import TokenLogQuantizer, TokenQuantizer
 from lampq.types import LayerBits, LayerRole, LayerSpec, MatmulSpec, SumSpec
 from lampq.version import __version__
 
 # what this lampq reads. 2: numbers in half precision where that is exact, and a digest;
 # 3: layers above eight bits, quantized outputs, products and sums, operands in float;
 # 4: detectors; 5: ranges per token; 6: first tokens with a width of their own
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 KEY = "lampq"
 
 
@@ -178,13 +178,22 @@ def _version(
     more = any(max(entry["bits"]) > 8 or "output_quantizer" in entry for entry in layers.values())
     unlike = any(set(entry) != {"left", "right"} for entry in matmuls.values())
     entries = (*layers.values(), *matmuls.values(), *sums.values())
-    parts = chain.from_iterable(entry.values() for entry in entries)
-    kinds = {part["kind"] for part in parts if isinstance(part, dict)}
+    kinds = set(_kinds(chain.from_iterable(entry.values() for entry in entries)))
+    if TokenLogQuantizer.kind in kinds:
+        return 7
     if PrefixQuantizer.kind in kinds:
         return 6
     if TokenQuantizer.kind in kinds:
         return 5
     return 4 if detector else 3 if more or unlike or sums else 2
+
+
+def _kinds(parts: Iterable[Any]) -> Iterator[str]:
+    """The kinds of the quantizers among these, and of those inside them."""
+    for part in parts:
+        if isinstance(part, dict):
+            yield part["kind"]
+            yield from _kinds(part.values())
 
 
 def _stored(values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ quadratic form in w, so its cost does not depend on the number of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -37,7 +38,7 @@ from lampq.quant.fold import NormFold
 from lampq.quant.log import LogQuantizer, ZeroCode
 from lampq.quant.modules import LayerFit, MatmulFit
 from lampq.quant.prefix import PrefixQuantizer
-from lampq.quant.token import TokenQuantizer, token_grid
+from lampq.quant.token import TokenLogQuantizer, TokenQuantizer, token_grid, token_size
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import SEARCHED_ROLES, LayerBits, LayerRole, LayerSpec, MatmulSpec, Profile
 
@@ -67,7 +68,7 @@ class AdaLog:
     also looks at the error of each token in proportion to its size: weights are fitted to that,
     inputs to the geometric mean of both, so that large and ordinary tokens count alike.
     ``input_ranges``: "static" is published; "token" gives every token a range of its own, found at
-    run time, where a searched layer has neither norm nor GELU before it, and for q and k.
+    run time, where a searched layer has no norm before it, and in attention products.
     ``prefix_bits``: the width of class and register tokens in the inputs of searched layers and in
     attention products; behind norms their ranges are static, elsewhere found at run time.
     "target" treats them like patches, as published.
@@ -111,10 +112,11 @@ class AdaLog:
         if layer.spec.role is LayerRole.PATCH_EMBED:
             problem.search_weight()
         elif layer.spec.role is LayerRole.FC2 and self.profile == "accuracy":
-            problem.search_log_input()
+            per_token = self.input_ranges == "token"
+            problem.search_log_input(per_token=per_token)
             for _ in range(self.rounds):
                 problem.search_weight()
-                problem.search_log_input()
+                problem.search_log_input(per_token=per_token)
         else:
             per_token = self._per_token(layer.spec)
             search = problem.search_token_input if per_token else problem.search_input
@@ -190,21 +192,22 @@ class AdaLog:
         right = right[..., prefix:] if site.kind == "qk" else right[..., prefix:, :]
         exact = left @ right
         right_hat = right
-        per_token = self.input_ranges == "token" and site.kind == "qk"
-        operand = self._token_operand if per_token else self._operand
-        fitted_left: UniformQuantizer | LogQuantizer | TokenQuantizer
+        axis = -2 if site.kind == "qk" else -1
+        fitted_left: Quantizer
         for _ in range(self.rounds):
             if site.kind == "av":
                 fitted_left = self._softmax(left, right_hat, exact, left_bits)
             else:
-                fitted_left = operand(left, left_bits, exact, other=right_hat, first=True)
+                fitted_left = self._operand(left, left_bits, exact, other=right_hat, first=True)
             left_hat = fitted_left(left)
-            fitted_right = operand(right, right_bits, exact, other=left_hat, first=False)
+            fitted_right = self._operand(
+                right, right_bits, exact, other=left_hat, first=False, axis=axis
+            )
             right_hat = fitted_right(right)
         return MatmulFit(
             site,
             self.with_prefix(fitted_left, prefix),
-            self.with_prefix(fitted_right, prefix, axis=-2 if site.kind == "qk" else -1),
+            self.with_prefix(fitted_right, prefix, axis=axis),
         )
 
     def with_prefix(
@@ -225,9 +228,28 @@ class AdaLog:
         return PrefixQuantizer(body.bits, prefix, body, count=count, axis=axis)
 
     def _operand(
-        self, operand: Tensor, bits: int, exact: Tensor, *, other: Tensor, first: bool
-    ) -> UniformQuantizer:
-        """A uniform quantizer per head, by the error of the product with the other operand."""
+        self,
+        operand: Tensor,
+        bits: int,
+        exact: Tensor,
+        *,
+        other: Tensor,
+        first: bool,
+        axis: int = -1,
+    ) -> UniformQuantizer | TokenQuantizer:
+        """A uniform quantizer per head, by the error of the product with the other operand.
+
+        With ranges per token, each head takes a part of them; the channels are on ``axis``.
+        """
+        if self.input_ranges == "token":
+            step, zero = token_grid(operand, bits, axis)
+
+            def part(clip: Tensor, _: Tensor) -> Tensor:
+                return on_grid(operand, _of_heads(clip) * step, zero, bits)
+
+            parts = clip_grid(operand.shape[1], operand)
+            clip, _ = self._searched_operand(parts, part, operand, exact, other, first=first)
+            return TokenQuantizer(bits, clip.clamp(max=1)[:, None, None], axis=axis)
 
         def guess(scale: Tensor, zero: Tensor) -> Tensor:  # (candidates, maps, heads, ., .)
             return on_grid(operand, _of_heads(scale), _of_heads(zero), bits)
@@ -235,20 +257,6 @@ class AdaLog:
         grid = self.weight_grid(operand.transpose(0, 1).flatten(1), bits)
         scale, zero = self._searched_operand(grid, guess, operand, exact, other, first=first)
         return UniformQuantizer(bits, scale[:, None, None], zero[:, None, None])
-
-    def _token_operand(
-        self, operand: Tensor, bits: int, exact: Tensor, *, other: Tensor, first: bool
-    ) -> TokenQuantizer:
-        """A range per token and head, of which each head takes a part, by the same error."""
-        axis = -1 if first else -2
-        step, zero = token_grid(operand, bits, axis)
-
-        def guess(clip: Tensor, _: Tensor) -> Tensor:
-            return on_grid(operand, _of_heads(clip) * step, zero, bits)
-
-        grid = clip_grid(operand.shape[1], operand)
-        clip, _ = self._searched_operand(grid, guess, operand, exact, other, first=first)
-        return TokenQuantizer(bits, clip.clamp(max=1)[:, None, None], axis=axis)
 
     def _searched_operand(
         self,
@@ -272,22 +280,31 @@ class AdaLog:
 
         return progressive_search(grid, error, self.depth, cheap=cheap, elements=operand.numel())
 
-    def _softmax(self, left: Tensor, right: Tensor, exact: Tensor, bits: int) -> LogQuantizer:
+    def _softmax(
+        self, left: Tensor, right: Tensor, exact: Tensor, bits: int
+    ) -> LogQuantizer | TokenLogQuantizer:
         """A logarithmic quantizer with scale one and the base of least product error.
+
+        With ranges per token the scale of each row is its largest probability.
 
         The error of the probabilities alone is a poor guide: it is made by the few large ones,
         while the product sums up the many small ones that a narrow base takes for zero. So bases
         from the whole range are scored by the product too.
         """
         one = left.new_ones(1)
-        logs = left.clamp_min(1e-15).log2_()
+        size = one
+        quantizer: Callable[[int, Tensor, int], LogQuantizer | TokenLogQuantizer] = self.log
+        if self.input_ranges == "token":
+            size, quantizer = token_size(left, one - one, -1), self.token_log
+        shares = left / size
+        logs = shares.clamp_min(1e-15).log2_()
 
         def cheap(step: int) -> float:
             guess = log_decoded(logs, one, one * step, self.powers(bits))
-            return float(guess.sub_(left).square_().sum())
+            return float(guess.sub_(shares).mul_(size).square_().sum())
 
         def error(step: int) -> float:
-            return float((self.log(bits, one, step)(left) @ right - exact).square_().sum())
+            return float((quantizer(bits, one, step)(left) @ right - exact).square_().sum())
 
         depth = self.depth
         tried = set(STEPS[:: depth.stride])
@@ -295,7 +312,7 @@ class AdaLog:
             tried |= set(sorted(STEPS, key=cheap)[: depth.screen])
         best = min(sorted(tried), key=error)
         near = [step for step in STEPS if abs(step - best) < depth.stride]
-        return self.log(bits, one, min(near, key=error))
+        return quantizer(bits, one, min(near, key=error))
 
     def powers(self, bits: int) -> int:
         """How many powers a logarithmic quantizer has beside zero."""
@@ -305,6 +322,13 @@ class AdaLog:
         """A logarithmic quantizer with this method's zero code."""
         shift = torch.zeros_like(scale) if shift is None else shift
         return LogQuantizer(bits, scale, shift, shift, step=step, zero_code=self.zero_code)
+
+    def token_log(
+        self, bits: int, clip: Tensor, step: int, shift: Tensor | None = None
+    ) -> TokenLogQuantizer:
+        """The same with a scale for every token."""
+        shift = torch.zeros_like(clip) if shift is None else shift
+        return TokenLogQuantizer(bits, clip, shift, step=step, zero_code=self.zero_code)
 
 
 def _of_heads(values: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import LayerFit
 from lampq.quant.prefix import applied_to_rows
-from lampq.quant.token import TokenQuantizer, token_grid
+from lampq.quant.token import TokenLogQuantizer, TokenQuantizer, token_grid, token_size
 from lampq.quant.twin import GELU_MINIMUM
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import LayerBits
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lampq.methods.adalog import AdaLog
 
 STEPS = range(10, 138)
+# the least part of the size of a token that its powers may begin with
+LEAST_PART = 0.01
 
 
 def without(rows: Tensor, first: Tensor | None) -> Tensor:
@@ -66,7 +68,9 @@ class LayerSearch:
             self.shares = inverse / inverse.mean()
         self.sampled = spread(without(inputs, first), method.tokens)
         self.sampled_shares = spread(without(self.shares, first), method.tokens)
-        self.input_quantizer: UniformQuantizer | LogQuantizer | TokenQuantizer | None = None
+        self.input_quantizer: (
+            UniformQuantizer | LogQuantizer | TokenQuantizer | TokenLogQuantizer | None
+        ) = None
         self.weight_quantizer = self._nearest_weight()
 
     def _nearest_weight(self) -> UniformQuantizer:
@@ -195,39 +199,57 @@ class LayerSearch:
         true = error if on_output else cheap
         return progressive_search(grid, true, self.depth, cheap=cheap, elements=x.numel())
 
-    def search_log_input(self) -> None:
-        """Scale and base of the shifted logarithmic quantizer of least output error."""
+    def search_log_input(self, *, per_token: bool) -> None:
+        """Scale and base of the shifted logarithmic quantizer of least output error.
+
+        With ``per_token`` the scale is a part of the largest value of each token.
+        """
         method, bits = self.method, self.bits.activation
         shift = torch.clamp(-self.inputs.min(), min=GELU_MINIMUM)
         x = self.sampled + shift
+        size = x.new_ones(1, 1)
+        if per_token:
+            size = token_size(self.sampled, shift, -1)
+            x = x / size
         logs = x.clamp_min(1e-15).log2()
         decoded, power, exact = self._input_errors()
         exact = exact + shift * decoded.sum(dim=1)
-        few, few_logs = spread(x, method.tokens // 4), spread(logs, method.tokens // 4)
+        count = method.tokens // 4
+        few, few_logs, few_squares = (spread(t, count) for t in (x, logs, size.square()))
 
         def cheap(scale: Tensor, step: Tensor) -> Tensor:
             guess = log_decoded(few_logs, scale[..., None], step[..., None], method.powers(bits))
-            return self._of_tokens(guess.sub_(few).square_() @ power)[:, None]
+            return self._of_tokens((guess.sub_(few).square_() @ power) * few_squares[:, 0])[:, None]
 
         def error(scale: Tensor, step: Tensor) -> Tensor:
             pairs = zip(scale, step, strict=True)
             guesses = torch.stack([method.log(bits, s, int(q))(x) for s, q in pairs])
-            squared = (guesses @ decoded.T).sub_(exact).square_().sum(dim=2)
+            squared = (guesses @ decoded.T).mul_(size).sub_(exact).square_().sum(dim=2)
             return self._of_tokens(squared)[:, None]
 
-        grid = self._log_grid(x, shift, cheap)
+        grid = self._log_grid(x, shift / size, cheap)
         scale, step = progressive_search(grid, error, self.depth, cheap=cheap, elements=x.numel())
-        self.input_quantizer = method.log(bits, scale, int(step), shift.reshape(1))
+        shift = shift.reshape(1)
+        if per_token:
+            clip = scale.clamp(LEAST_PART, 1)
+            self.input_quantizer = method.token_log(bits, clip, int(step), shift)
+        else:
+            self.input_quantizer = method.log(bits, scale, int(step), shift)
 
     def _log_grid(self, x: Tensor, shift: Tensor, cheap: Error) -> Grid:
         """The eight best bases at the scale so far, with every scale of a ladder."""
         positive = x[x > shift] if bool((x > shift).any()) else x.flatten()
-        high = positive.max()
-        near = positive.kthvalue(max(1, round(0.9 * positive.numel()))).values
+        # above zero, also where there is nothing in the input
+        high = positive.max().clamp_min(1e-8)
+        near = positive.kthvalue(max(1, round(0.9 * positive.numel()))).values.clamp_min(1e-8)
         ladder = torch.linspace(0, 1, 16).to(x) * (high - near) + near
         spacing = ((high - near) / 15).clamp_min(1e-8).reshape(1)
         known = self.input_quantizer
-        start = known.scale if isinstance(known, LogQuantizer) else ladder[-2]
+        start = ladder[-2]
+        if isinstance(known, LogQuantizer):
+            start = known.scale
+        if isinstance(known, TokenLogQuantizer):
+            start = known.clip
         steps = torch.tensor(list(STEPS), dtype=x.dtype)[:, None]
         errors = cheap(start.reshape(1, 1).expand(steps.shape), steps)
         best = steps[errors[:, 0].topk(8, largest=False).indices, 0]

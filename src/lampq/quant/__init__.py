@@ -5,7 +5,7 @@ from lampq.quant.fold import NormFold, absorb_shift
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import LayerFit, MatmulFit, QuantLinear, QuantMatMul, assemble
 from lampq.quant.prefix import PrefixQuantizer
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.token import TokenLogQuantizer, TokenQuantizer
 from lampq.quant.uniform import UniformQuantizer
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "QuantLinear",
     "QuantMatMul",
     "Quantizer",
+    "TokenLogQuantizer",
     "TokenQuantizer",
     "UniformQuantizer",
     "absorb_shift",

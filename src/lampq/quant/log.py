@@ -42,13 +42,14 @@ class LogQuantizer(CodedQuantizer):
     ``zero_code="extra"`` has 2**bits powers and zero beside them, as the published log quantizers
     do; ``"reserved"`` gives the last code to zero and keeps within 2**bits values. ``shift`` makes
     a slightly negative input (GELU) non-negative; ``offset`` equals it unless the layer's bias has
-    absorbed it.
+    absorbed it. ``scale`` is one number, or one for each token, (..., 1).
     """
 
     kind: ClassVar[str] = "log"
     scale: Tensor
     shift: Tensor
     offset: Tensor
+    # decoded values of the codes; at scale one, before the offset, where there are many scales
     levels: Tensor
 
     def __init__(
@@ -69,10 +70,11 @@ class LogQuantizer(CodedQuantizer):
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
         self.register_buffer("offset", offset.clone())
-        powers = log_levels(bits, step, denominator, table=table).to(scale.dtype) * scale
-        zero = torch.zeros(1, dtype=scale.dtype, device=scale.device)
-        kept = powers[: self.n_codes - 1]
-        self.register_buffer("levels", torch.cat([kept, zero]) - offset, persistent=False)
+        powers = log_levels(bits, step, denominator, table=table).to(scale)
+        levels = torch.cat([powers[: self.n_codes - 1], powers.new_zeros(1)])
+        if scale.numel() == 1:
+            levels = levels * scale.flatten() - offset.flatten()
+        self.register_buffer("levels", levels, persistent=False)
 
     @property
     def n_codes(self) -> int:
@@ -96,7 +98,8 @@ class LogQuantizer(CodedQuantizer):
         return codes.clamp_max_(self.n_codes - 1)
 
     def _value(self, codes: Tensor) -> Tensor:
-        return self.levels.index_select(0, codes.int().flatten()).view(codes.shape)
+        values = self.levels.index_select(0, codes.int().flatten()).view(codes.shape)
+        return values if self.scale.numel() == 1 else values.mul_(self.scale).sub_(self.offset)
 
     @classmethod
     def log2(cls, bits: int, scale: Tensor, zero_code: ZeroCode = "extra") -> LogQuantizer:

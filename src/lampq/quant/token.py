@@ -1,4 +1,4 @@
-"""Uniform quantizer with a grid of its own for every token, found at run time.
+"""Quantizers with a range of its own for every token, found at run time.
 
 Ranges per token are common for language models (QuaRot, Ashkboos et al., NeurIPS 2024); IGQ-ViT
 (Moon et al., CVPR 2024) finds groups of channels and tokens of a ViT at run time.
@@ -6,12 +6,15 @@ Ranges per token are common for language models (QuaRot, Ashkboos et al., NeurIP
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lampq.errors import ConfigError
-from lampq.quant.base import Quantizer, register
+from lampq.quant.base import CodedQuantizer, Quantizer, register
+from lampq.quant.log import DENOMINATOR, LogQuantizer, ZeroCode
 from lampq.quant.uniform import UniformQuantizer
 
 # the step of a token that is zero everywhere
@@ -29,20 +32,18 @@ def token_grid(x: Tensor, bits: int, axis: int) -> tuple[Tensor, Tensor]:
     return step, -low / step
 
 
-@register
-class TokenQuantizer(Quantizer):
-    """For every token 2**bits values from clip * min(x, 0) to clip * max(x, 0), evenly spaced.
+def token_size(x: Tensor, shift: Tensor, axis: int) -> Tensor:
+    """The largest value of each token, once all are larger by ``shift``; channels on ``axis``."""
+    return (x.amax(axis, keepdim=True) + shift).clamp_min(SMALLEST)
+
+
+class PerToken(Quantizer):
+    """A quantizer that takes the part ``clip`` of the range of each token.
 
     ``clip`` is one number, or one for each head. ``axis`` is where the channels of a token are: -1,
-    or -2 for keys, which come transposed. Codes alone say nothing here: ``at(x)`` is the grid
-    that decodes them.
-
-    Zero is a value, up to the last digit, where all of a token has one sign; elsewhere it may be
-    off by half a step. Only with ``clip`` one do quantized values quantize to themselves: a clipped
-    token has a smaller range.
+    or -2 for keys, which come transposed. Codes alone say nothing here: ``at(x)`` decodes them.
     """
 
-    kind: ClassVar[str] = "token"
     clip: Tensor
 
     def __init__(self, bits: int, clip: Tensor, *, axis: int = -1) -> None:
@@ -54,18 +55,86 @@ class TokenQuantizer(Quantizer):
         self.bits, self.axis = bits, axis
         self.register_buffer("clip", clip)
 
-    def at(self, x: Tensor) -> UniformQuantizer:
-        """The grids of the tokens of x."""
-        step, zero = token_grid(x, self.bits, self.axis)
-        return UniformQuantizer(self.bits, step * self.clip, zero)
+    @abstractmethod
+    def at(self, x: Tensor) -> CodedQuantizer:
+        """What quantizes the tokens of x, each in its range."""
 
     def encode(self, x: Tensor) -> Tensor:
         return self.at(x).encode(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each token on its own grid."""
+        """Each token in its own range."""
         quantized: Tensor = self.at(x)(x)
         return quantized
 
     def options(self) -> dict[str, Any]:
         return {"axis": self.axis}
+
+
+@register
+class TokenQuantizer(PerToken):
+    """For every token 2**bits values from clip * min(x, 0) to clip * max(x, 0), evenly spaced.
+
+    Zero is a value, up to the last digit, where all of a token has one sign; elsewhere it may be
+    off by half a step. Only with ``clip`` one do quantized values quantize to themselves: a clipped
+    token has a smaller range.
+    """
+
+    kind: ClassVar[str] = "token"
+
+    def at(self, x: Tensor) -> UniformQuantizer:
+        """The grids of the tokens of x."""
+        step, zero = token_grid(x, self.bits, self.axis)
+        return UniformQuantizer(self.bits, step * self.clip, zero)
+
+
+@register
+class TokenLogQuantizer(PerToken):
+    """For every token powers from clip * (max(x) + shift) downwards, and zero, minus shift.
+
+    The powers are those of ``LogQuantizer``. One scale for all tokens has most of its powers above
+    what there is in a token of small values: of a softmax, in every row that looks at many places.
+    """
+
+    kind: ClassVar[str] = "token_log"
+    shift: Tensor
+
+    def __init__(
+        self,
+        bits: int,
+        clip: Tensor,
+        shift: Tensor,
+        *,
+        step: int,
+        denominator: int = DENOMINATOR,
+        table: bool = True,
+        zero_code: ZeroCode = "extra",
+        axis: int = -1,
+    ) -> None:
+        super().__init__(bits, clip, axis=axis)
+        self.step, self.denominator = step, denominator
+        self.table, self.zero_code = table, zero_code
+        self.register_buffer("shift", shift)
+
+    @property
+    def n_codes(self) -> int:
+        return self.powers(torch.ones(1)).n_codes
+
+    def powers(self, scale: Tensor, shift: Tensor | None = None) -> LogQuantizer:
+        """The powers at some scale, or scales that differ from token to token."""
+        shift = torch.zeros(1) if shift is None else shift
+        options = {key: value for key, value in self.options().items() if key != "axis"}
+        return LogQuantizer(self.bits, scale, shift, shift, **options)
+
+    def at(self, x: Tensor) -> LogQuantizer:
+        """The powers of the tokens of x."""
+        return self.powers(token_size(x, self.shift, self.axis) * self.clip, self.shift)
+
+    def options(self) -> dict[str, Any]:
+        return {
+            **super().options(),
+            "step": self.step,
+            "denominator": self.denominator,
+            "table": self.table,
+            "zero_code": self.zero_code,
+        }

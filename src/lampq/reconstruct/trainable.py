@@ -29,7 +29,7 @@ from lampq.quant.modules import (
     replace_module,
 )
 from lampq.quant.prefix import PrefixQuantizer
-from lampq.quant.token import TokenQuantizer, token_grid
+from lampq.quant.token import PerToken, TokenLogQuantizer, TokenQuantizer, token_grid, token_size
 from lampq.quant.uniform import UniformQuantizer
 from lampq.reconstruct.straight import First, logarithmic, of_codes, uniform
 
@@ -60,7 +60,7 @@ class TrainableQuantizer(nn.Module):
         self.log_scale: nn.Parameter | None = None
         if isinstance(quantizer, UniformQuantizer | LogQuantizer):
             self.log_scale = nn.Parameter(quantizer.scale.log())
-        if isinstance(quantizer, TokenQuantizer):
+        if isinstance(quantizer, PerToken):
             self.log_scale = nn.Parameter(quantizer.clip.log())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,11 +83,14 @@ class TrainableQuantizer(nn.Module):
         scale = self.log_scale.exp()
         if isinstance(quantizer, UniformQuantizer):
             return uniform(x, scale, quantizer.zero, quantizer.bits, first)
-        if isinstance(quantizer, TokenQuantizer):
-            step, zero = token_grid(x.detach(), quantizer.bits, quantizer.axis)
+        if isinstance(quantizer, PerToken):
             # no more than the whole range, with a gradient that leads back
             scale = scale - (scale.detach() - 1).clamp_min(0)
+        if isinstance(quantizer, TokenQuantizer):
+            step, zero = token_grid(x.detach(), quantizer.bits, quantizer.axis)
             return uniform(x, scale * step, zero, quantizer.bits, first)
+        if isinstance(quantizer, TokenLogQuantizer):
+            return _of_sizes(quantizer, x, scale, first)
         assert isinstance(quantizer, LogQuantizer), "only these kinds have a trained scale"
         levels = (quantizer.levels + quantizer.offset) / quantizer.scale
         per_octave = quantizer.denominator / quantizer.step
@@ -110,10 +113,26 @@ class TrainableQuantizer(nn.Module):
             return UniformQuantizer(quantizer.bits, scale, quantizer.zero)
         if isinstance(quantizer, TokenQuantizer):
             return TokenQuantizer(quantizer.bits, scale.clamp(max=1), **quantizer.options())
+        if isinstance(quantizer, TokenLogQuantizer):
+            clip, options = scale.clamp(max=1), quantizer.options()
+            return TokenLogQuantizer(quantizer.bits, clip, quantizer.shift, **options)
         assert isinstance(quantizer, LogQuantizer), "only these kinds have a trained scale"
         return LogQuantizer(
             quantizer.bits, scale, quantizer.shift, quantizer.offset, **quantizer.options()
         )
+
+
+def _of_sizes(quantizer: TokenLogQuantizer, x: Tensor, clip: Tensor, first: First | None) -> Tensor:
+    """X on powers of a base, each token in parts of its largest value."""
+    shift = float(quantizer.shift)
+    size = token_size(x.detach(), quantizer.shift, quantizer.axis)
+    if first is not None:
+        first = First((first.values + shift) / first.of(size), first.axis)
+    levels = quantizer.powers(torch.ones(1)).levels
+    per_octave = quantizer.denominator / quantizer.step
+    share = (x + shift) / size if shift else x / size
+    value = logarithmic(share, clip, levels, per_octave, first=first) * size
+    return value - shift if shift else value
 
 
 def _straight(quantizer: Quantizer, x: Tensor, first: First | None) -> Tensor:

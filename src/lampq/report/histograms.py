@@ -13,7 +13,7 @@ from lampq.methods.base import LinearView, rows_output
 from lampq.quant.base import CodedQuantizer, Quantizer
 from lampq.quant.modules import LayerFit
 from lampq.quant.prefix import PrefixQuantizer
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.token import PerToken
 from lampq.types import BitPlan
 
 HISTOGRAMS_VERSION = 1
@@ -61,7 +61,7 @@ def layer_json(fits: FitCache, fit: LayerFit) -> dict[str, Any]:
     if isinstance(quantizer, PrefixQuantizer):
         assert first is not None, "statistics say which tokens are of the prefix"
         quantizer, seen = quantizer.body, seen[~first]
-    if isinstance(quantizer, TokenQuantizer):
+    if isinstance(quantizer, PerToken):
         grids = levels(quantizer.at(seen), len(seen), "rows")
         content["input"] = {**about(quantizer), **histogram(seen, grids)}
     elif isinstance(quantizer, CodedQuantizer):

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lampq.artifact.onnx.builder import Array, GraphBuilder
@@ -16,7 +17,7 @@ from lampq.quant.base import Quantizer
 from lampq.quant.log import SMALLEST, LogQuantizer
 from lampq.quant.prefix import PrefixQuantizer
 from lampq.quant.token import SMALLEST as SMALLEST_STEP
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.token import TokenLogQuantizer, TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 
@@ -237,10 +238,32 @@ def _smallest(value: Array) -> Array:
 
 
 def _log(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
-    shift, scale = array(grid.shift), array(grid.scale)
-    if shift.any():
-        x = g.node("Add", x, g.shared(shift), name=f"{name}/shifted")
-    x = g.node("Div", x, g.shared(scale), name=f"{name}/ratio")
+    x = _shifted(g, grid, name, x)
+    x = g.node("Div", x, g.shared(array(grid.scale)), name=f"{name}/ratio")
+    return _power(g, grid, name, x)
+
+
+def _token_log(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
+    x = _shifted(g, grid, name, x)
+    scale = g.node("ReduceMax", x, name=f"{name}/most", axes=[grid.axis], keepdims=1)
+    scale = g.node("Max", scale, g.number(SMALLEST_STEP), name=f"{name}/size")
+    clip = array(grid.clip)
+    if np.any(clip != 1):
+        scale = g.node("Mul", scale, g.shared(_smallest(clip)), name=f"{name}/scale")
+    x = g.node("Div", x, scale, name=f"{name}/ratio")
+    x = _power(g, grid.powers(torch.ones(1)), name, x)
+    x = g.node("Mul", x, scale, name=f"{name}/sized")
+    shift = array(grid.shift)
+    return g.node("Sub", x, g.shared(shift), name=f"{name}/moved") if shift.any() else x
+
+
+def _shifted(g: GraphBuilder, grid: Any, name: str, x: str) -> str:
+    shift = array(grid.shift)
+    return g.node("Add", x, g.shared(shift), name=f"{name}/shifted") if shift.any() else x
+
+
+def _power(g: GraphBuilder, grid: LogQuantizer, name: str, x: str) -> str:
+    """The value of the nearest power to parts of the scale."""
     x = g.node("Clip", x, g.number(SMALLEST), g.number(1), name=f"{name}/share")
     x = g.node("Log", x, name=f"{name}/log")
     factor = -grid.denominator / grid.step / math.log(2)
@@ -291,6 +314,7 @@ _QUANTIZERS: dict[type[Quantizer], Callable[[GraphBuilder, Any, str, str], str]]
     UniformQuantizer: _uniform,
     LogQuantizer: _log,
     TokenQuantizer: _token,
+    TokenLogQuantizer: _token_log,
     PrefixQuantizer: _prefix,
     TwinGeluQuantizer: _twin_gelu,
     TwinSoftmaxQuantizer: _twin_softmax,
