@@ -43,7 +43,8 @@ from lampq.version import __version__
 
 # what this lampq reads. 2: numbers in half precision where that is exact, and a digest;
 # 3: layers above eight bits, quantized outputs, products and sums, operands in float;
-# 4: detectors; 5: ranges per token; 6: first tokens with a width of their own
+# 4: detectors; 5: ranges per token; 6: first tokens with a width of their own;
+# 7: logarithmic ranges per token
 FORMAT_VERSION = 7
 KEY = "lampq"
 

@@ -135,7 +135,8 @@ def quantize_command(
     input_ranges: Annotated[
         str | None,
         typer.Option(
-            help="of proj, q and k: static, or token (found at run time)", rich_help_panel=METHOD
+            help="of proj, fc2 and products: static, or token (found at run time)",
+            rich_help_panel=METHOD,
         ),
     ] = None,
     prefix_bits: Annotated[

@@ -129,7 +129,7 @@ function levelsOf(entry) {
 }
 
 function gridOwner(part, entry) {
-  if (entry.kind === "token") return "token";
+  if (entry.kind.startsWith("token")) return "token";
   return part === "weight" ? "row" : "channel";
 }
 
@@ -172,7 +172,7 @@ function histogramNote(part) {
   const outside = entry.below + entry.above;
   const total = outside + entry.counts.reduce((sum, count) => sum + count, 0);
   const rest = outside ? ` ${short((100 * outside) / total, 2)} % lie outside the picture.` : "";
-  const found = entry.kind === "token" ? " One range per token, found at run time." : "";
+  const found = entry.kind.startsWith("token") ? " One range per token, found at run time." : "";
   return `${plural(levelsOf(entry).length, "level")} (${entry.kind}, ${plural(entry.bits, "bit")}).${found}${rest}`;
 }
 
