@@ -294,7 +294,7 @@ PAPER: dict[str, Any] = {
 }
 PRESETS: dict[str, dict[str, Any]] = {"best": {"preset": "best"}, "paper": PAPER}
 # of made pictures, whose statistics are only like those of real ones
-MADE: dict[str, dict[str, Any]] = {"best": {"damping": 0.1}, "paper": {}}
+MADE: dict[str, dict[str, Any]] = {"best": {"damping": 0.3}, "paper": {}}
 # what detectors have instead: an image of theirs is as much work as dozens of a classifier's
 DETECTION: dict[str, Any] = {
     "images": 256,

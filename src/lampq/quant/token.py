@@ -112,8 +112,12 @@ class TokenLogQuantizer(PerToken):
         axis: int = -1,
     ) -> None:
         super().__init__(bits, clip, axis=axis)
-        self.step, self.denominator = step, denominator
-        self.table, self.zero_code = table, zero_code
+        self._base: dict[str, Any] = {
+            "step": step,
+            "denominator": denominator,
+            "table": table,
+            "zero_code": zero_code,
+        }
         self.register_buffer("shift", shift)
 
     @property
@@ -123,18 +127,11 @@ class TokenLogQuantizer(PerToken):
     def powers(self, scale: Tensor, shift: Tensor | None = None) -> LogQuantizer:
         """The powers at some scale, or scales that differ from token to token."""
         shift = torch.zeros(1) if shift is None else shift
-        options = {key: value for key, value in self.options().items() if key != "axis"}
-        return LogQuantizer(self.bits, scale, shift, shift, **options)
+        return LogQuantizer(self.bits, scale, shift, shift, **self._base)
 
     def at(self, x: Tensor) -> LogQuantizer:
         """The powers of the tokens of x."""
         return self.powers(token_size(x, self.shift, self.axis) * self.clip, self.shift)
 
     def options(self) -> dict[str, Any]:
-        return {
-            **super().options(),
-            "step": self.step,
-            "denominator": self.denominator,
-            "table": self.table,
-            "zero_code": self.zero_code,
-        }
+        return {**super().options(), **self._base}

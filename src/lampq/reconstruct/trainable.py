@@ -128,10 +128,10 @@ def _of_sizes(quantizer: TokenLogQuantizer, x: Tensor, clip: Tensor, first: Firs
     size = token_size(x.detach(), quantizer.shift, quantizer.axis)
     if first is not None:
         first = First((first.values + shift) / first.of(size), first.axis)
-    levels = quantizer.powers(torch.ones(1)).levels
-    per_octave = quantizer.denominator / quantizer.step
+    powers = quantizer.powers(torch.ones(1))
+    per_octave = powers.denominator / powers.step
     share = (x + shift) / size if shift else x / size
-    value = logarithmic(share, clip, levels, per_octave, first=first) * size
+    value = logarithmic(share, clip, powers.levels, per_octave, first=first) * size
     return value - shift if shift else value
 
 
