@@ -20,7 +20,7 @@ from lampq.quant.base import KINDS, CodedQuantizer, Quantizer, describe, rebuild
 from lampq.quant.log import LogQuantizer
 from lampq.quant.modules import QuantLinear, QuantMatMul, applied, assemble
 from lampq.quant.prefix import PrefixQuantizer
-from lampq.quant.token import TokenQuantizer
+from lampq.quant.token import TokenLogQuantizer, TokenQuantizer
 from lampq.quant.twin import TwinGeluQuantizer, TwinSoftmaxQuantizer
 from lampq.quant.uniform import UniformQuantizer
 from lampq.types import BitPlan, LayerBits, LayerRole, LayerSpec, MatmulSpec
@@ -227,6 +227,10 @@ def _token(bits: int) -> Quantizer:
     return TokenQuantizer(bits, torch.tensor(0.8))
 
 
+def _token_log(bits: int) -> Quantizer:
+    return TokenLogQuantizer(bits, torch.tensor([0.8]), torch.tensor([0.17]), step=20)
+
+
 def _prefix(bits: int) -> Quantizer:
     return PrefixQuantizer(bits, _token(8), _uniform(bits), count=1)
 
@@ -237,6 +241,7 @@ EXAMPLES: dict[str, Callable[[int], Quantizer]] = {
     "twin_softmax": _twin_softmax,
     "twin_gelu": _twin_gelu,
     "token": _token,
+    "token_log": _token_log,
     "prefix": _prefix,
 }
 kinds = pytest.mark.parametrize("kind", list(KINDS))
