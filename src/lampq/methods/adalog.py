@@ -295,7 +295,7 @@ class AdaLog:
         size = one
         quantizer: Callable[[int, Tensor, int], LogQuantizer | TokenLogQuantizer] = self.log
         if self.input_ranges == "token":
-            size, quantizer = token_size(left, one - one, -1), self.token_log
+            size, quantizer = token_size(left, torch.zeros_like(one), -1), self.token_log
         shares = left / size
         logs = shares.clamp_min(1e-15).log2_()
 
