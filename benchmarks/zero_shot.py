@@ -7,8 +7,9 @@ Keys are `<images> <method> <weight>/<activation> <plan> seed <n>`, `ranking <im
 `statistics <images> seed <n>` and `time <recipe>`. Of an interrupted row, pictures, fits and
 measures are kept.
 
-Images: noise (normal), psaq and pyramid (the recipes, both with --steps, so that they take about
-the same time), real (all calibration pictures); at 4/8 also leaves (the start of pyramid, as it is)
+Images: noise (normal), psaq and pyramid (the recipes, both with --steps; pyramid makes twice as
+many, half of which stay plain, so that both take about the same time), real (all calibration
+pictures); at 4/8 also leaves (the start of pyramid, as it is)
 and psaq-published (32 pictures at the published number of steps). Plans: uniform (the method as
 published), paper and best (LampQ by that preset; the row of best has its uniform plan too). Another
 number of images, steps or evaluation images needs another results file.
@@ -89,7 +90,8 @@ class ZeroBench(Bench):
         if source == "psaq-published":
             settings = Synthesis(32, "psaq", seed=seed)
         else:
-            settings = Synthesis(self.images, source, self.steps, self.batch, seed)
+            images = self.images * (2 if source == "pyramid" else 1)
+            settings = Synthesis(images, source, self.steps, self.batch, seed)
         folder = self.work / "pictures" / f"{source} {seed}"
         make_folder(self.loaded, None, how, settings, folder)
         return read_made(folder, self.loaded.source, how)

@@ -46,7 +46,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cli") / "pictures"
     found = Outcome("synthesize", "--out", out, "--images", 6, "--steps", 2, "--batch", 4)
     assert (found.code, found.err) == (0, "")
-    assert found.out.startswith("6 pictures by pyramid; the model gives ")
+    assert found.out.startswith("6 pictures by pyramid, 3 of them plain; the model gives ")
     return out
 
 

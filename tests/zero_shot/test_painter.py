@@ -207,6 +207,28 @@ def test_probabilities_are_those_of_the_stored_bytes(vit: Case, subject: Subject
     assert torch.equal(batch.right, whole.argmax(dim=1) == batch.labels)
 
 
+def test_the_class_of_a_picture_made_for_none_is_the_models_answer(
+    vit: Case, subject: Subject
+) -> None:
+    first, second = batches(subject, Canvas(VIT), Synthesis(3, "pyramid", 2, 2))
+    assert (first.named.tolist(), second.named.tolist()) == ([True, False], [True])
+    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (VIT.mean, VIT.std))
+    answers = vit.original((first.images.float() / 255 - mean) / std).argmax(dim=1)
+    assert int(first.labels[1]) == int(answers[1])
+    assert bool(first.right[1])
+
+
+def test_a_batch_of_plain_pictures_is_not_shown_to_the_model_but_once(subject: Subject) -> None:
+    seen: list[int] = []
+    handle = subject.model.register_forward_pre_hook(lambda _m, given: seen.append(len(given[0])))
+    made = batches(subject, Canvas(VIT), Synthesis(3, "pyramid", 2, 1))
+    handle.remove()
+    assert seen == [1, 1, 1, 1, 1, 1, 1]
+    assert [bool(batch.named) for batch in made] == [True, False, True]
+    (whole,) = batches(subject, Canvas(VIT), Synthesis(3, "pyramid", 2, 3))
+    assert whole.named.tolist() == [True, False, True]
+
+
 def test_the_entropy_is_that_of_the_product_with_the_values(case: Case) -> None:
     subject = Subject.of(case.original, Canvas(how_of(case)))
     products = [site.name for site in case.graph.matmuls if site.kind == "av"]

@@ -101,6 +101,7 @@ def test_how_they_were_made_is_on_record(made: Path) -> None:
     assert about["computed_in"] in {"float32", "bfloat16"}
     assert about["recipe"]["steps"] == 2
     assert about["preprocessing"] == {"mean": [0.286], "std": [0.353], "size": 28}
+    assert about["plain"] == 2
     assert 0 <= about["accuracy"] <= 100
     assert 0 < about["mean_probability"] < 1
     assert about["seconds"] > 0

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from lampq.data import Preprocessing
 from lampq.errors import ConfigError
 from lampq.zero_shot import RECIPES, Synthesis
-from lampq.zero_shot.base import Answer, Subject, drawn_view
+from lampq.zero_shot.base import NO_CLASS, Answer, Subject, drawn_view
 from lampq.zero_shot.canvas import Canvas, variation
 from lampq.zero_shot.leaves import LARGEST, SMALLEST, dead_leaves, pink_noise, radii
 from lampq.zero_shot.psaq import PSAQRecipe
-from lampq.zero_shot.pyramid import PyramidRecipe
+from lampq.zero_shot.pyramid import PyramidPainting, PyramidRecipe
 
 IMAGENET = Preprocessing(size=224)
 SMALL = Canvas(Preprocessing(size=32))
@@ -46,7 +46,7 @@ def test_classes_are_those_of_the_model_and_the_same_for_a_seed(name: str) -> No
     recipe = RECIPES.get(name)()
     labels = recipe.labels(range(32, 64), 10, 3)
     assert len(labels) == 32
-    assert set(labels.tolist()) <= set(range(10))
+    assert set(labels.tolist()) <= {*range(10), NO_CLASS}
     assert torch.equal(labels, recipe.labels(range(32, 64), 10, 3))
     assert not torch.equal(labels, recipe.labels(range(32, 64), 10, 4))
     assert not torch.equal(labels, recipe.labels(range(64, 96), 10, 3))
@@ -166,13 +166,40 @@ def test_the_variation_is_that_of_the_picture_whatever_its_normalisation(subject
     assert paintings[1].factor / paintings[0].factor == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("plain", [0.0, 0.5, 0.75])
 @pytest.mark.parametrize("classes", [3, 10, 100])
-def test_the_pyramid_makes_all_classes_equally_often(classes: int) -> None:
-    recipe = PyramidRecipe()
+def test_the_pyramid_makes_all_classes_equally_often(classes: int, plain: float) -> None:
+    recipe = PyramidRecipe(plain=plain)
     whole = torch.cat([recipe.labels(range(s, s + 7), classes, 0) for s in range(0, 210, 7)])
-    counts = torch.bincount(whole, minlength=classes)
+    counts = torch.bincount(whole[whole != NO_CLASS], minlength=classes)
     assert int(counts.max() - counts.min()) <= 1
+    assert int(counts.sum()) == math.ceil(210 * (1 - plain))
     assert torch.equal(whole, recipe.labels(range(210), classes, 0))
+
+
+def test_every_other_picture_is_plain_whatever_the_batch() -> None:
+    recipe = PyramidRecipe()
+    whole = recipe.labels(range(9), 10, 0)
+    assert (whole == NO_CLASS).tolist() == [False, True] * 4 + [False]
+    singly = [recipe.labels(range(number, number + 1), 10, 0) for number in range(9)]
+    assert torch.equal(torch.cat(singly), whole)
+
+
+def test_plain_pictures_stay_as_they_start(subject: Subject) -> None:
+    def begun(*labels: int) -> PyramidPainting:
+        return PyramidRecipe().begin(subject, SMALL, torch.tensor(labels), _generator())
+
+    painting, start = begun(1, NO_CLASS, 2), begun(1, 0, 2).finished()
+    torch.testing.assert_close(painting.finished(), start)
+    with torch.no_grad():
+        for parameter in painting.parameters:
+            parameter.add_(1)
+    changed = (painting.finished() - start).abs().amax(dim=(1, 2, 3))
+    assert [bool(most > 0.1) for most in changed] == [True, False, True]
+    # nor are they shown to the model
+    assert len(painting.shown(0)) == 2
+    logits = torch.zeros(2, 3)
+    assert painting.loss(painting.shown(0), _answer(logits)).isfinite()
 
 
 def test_a_picture_that_is_sure_enough_is_not_made_surer(subject: Subject) -> None:

@@ -20,7 +20,9 @@ from lampq.types import LayerRole
 from lampq.zero_shot.canvas import Canvas
 
 DEFAULT_RECIPE = "pyramid"
-DEFAULT_IMAGES = 256
+DEFAULT_IMAGES = 512
+# the label of a picture that is made for no class
+NO_CLASS = -1
 
 
 def seeded(seed: int, *purpose: object) -> torch.Generator:
@@ -122,7 +124,7 @@ class Recipe(Protocol):
         ...
 
     def labels(self, numbers: range, classes: int, seed: int) -> Tensor:
-        """The classes of the pictures with these running numbers."""
+        """The classes of the pictures with these running numbers; NO_CLASS for none."""
         ...
 
     def begin(

@@ -49,15 +49,19 @@ class Canvas:
 
 def variation(images: Tensor) -> Tensor:
     """Total variation: the norms of the differences to the neighbours in four directions, added."""
-    differences = (
+    return torch.stack([torch.linalg.vector_norm(part) for part in _differences(images)]).sum()
+
+
+def variation_per_image(images: Tensor) -> Tensor:
+    """The total variation of each picture by itself, (images,)."""
+    norms = [torch.linalg.vector_norm(part, dim=(1, 2, 3)) for part in _differences(images)]
+    return torch.stack(norms).sum(dim=0)
+
+
+def _differences(images: Tensor) -> tuple[Tensor, ...]:
+    return (
         images[..., :, :-1] - images[..., :, 1:],
         images[..., :-1, :] - images[..., 1:, :],
         images[..., 1:, :-1] - images[..., :-1, 1:],
         images[..., :-1, :-1] - images[..., 1:, 1:],
     )
-    return torch.stack([torch.linalg.vector_norm(part) for part in differences]).sum()
-
-
-def variation_per_image(images: Tensor) -> Tensor:
-    """The total variation of each picture by itself, (images,)."""
-    return torch.stack([variation(image) for image in images])

@@ -117,10 +117,12 @@ def make_folder(
 
 
 def summary(made: list[Batch]) -> dict[str, float]:
-    """How well the model knows its pictures, in percent, and the seconds they took."""
-    probabilities = torch.cat([batch.probabilities for batch in made])
-    right = torch.cat([batch.right for batch in made])
+    """How well the model knows its pictures of classes, in percent, and the seconds all took."""
+    named = torch.cat([batch.named for batch in made])
+    probabilities = torch.cat([batch.probabilities for batch in made])[named]
+    right = torch.cat([batch.right for batch in made])[named]
     return {
+        "plain": int((~named).sum()),
         "accuracy": 100 * float(right.double().mean()),
         "mean_probability": float(probabilities.double().mean()),
         "seconds": float(sum(float(batch.seconds) for batch in made)),
@@ -217,9 +219,11 @@ def contact_sheet(made: list[Batch]) -> Tensor:
 
 def described(about: Mapping[str, Any]) -> str:
     """One sentence for people."""
-    count = about["settings"]["images"]
+    count, plain = about["settings"]["images"], about.get("plain", 0)
+    which = f"the other {count - plain}" if plain else "them"
     return (
-        f"{count} pictures by {about['settings']['recipe']}; the model gives "
-        f"{about['accuracy']:.1f} % of them their class (mean probability "
+        f"{count} pictures by {about['settings']['recipe']}"
+        f"{f', {plain} of them plain' if plain else ''}; the model gives "
+        f"{about['accuracy']:.1f} % of {which} their class (mean probability "
         f"{about['mean_probability']:.2f})"
     )

@@ -19,6 +19,7 @@ from lampq.reconstruct.precision import Precision, computing
 from lampq.zero_shot.base import (
     DEFAULT_IMAGES,
     DEFAULT_RECIPE,
+    NO_CLASS,
     Answer,
     Painting,
     Recipe,
@@ -40,13 +41,15 @@ def recipe_of(settings: Synthesis) -> Recipe:
 class Batch:
     """Finished pictures as bytes, their classes, and how probable the model finds these.
 
-    ``right``: whether the class is the model's answer. ``seconds`` is what the batch took.
+    ``right``: whether the class is the model's answer. The class of a picture that was made for
+    none, not ``named``, is that answer. ``seconds`` is what the batch took.
     """
 
     images: Tensor
     labels: Tensor
     probabilities: Tensor
     right: Tensor
+    named: Tensor
     seconds: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
@@ -97,9 +100,10 @@ def _finished(
     stored = Samples(images, labels, canvas.how.mean, canvas.how.std)
     with torch.no_grad():
         logits = subject.model(stored.inputs(slice(None)))
+    answers, named = logits.argmax(dim=1), labels != NO_CLASS
+    labels = torch.where(named, labels, answers)
     probabilities = logits.softmax(dim=1).gather(1, labels[:, None])[:, 0]
-    right = logits.argmax(dim=1) == labels
-    return Batch(images, labels, probabilities, right, torch.tensor(seconds))
+    return Batch(images, labels, probabilities, answers == labels, named, torch.tensor(seconds))
 
 
 def batches(
@@ -128,7 +132,10 @@ def batches(
             start = perf_counter()
             labels = recipe.labels(pictures, subject.classes, settings.seed)
             painting = recipe.begin(subject, canvas, labels, settings.generator(number))
-            yield from paint(subject, recipe, painting, settings.precision)
+            if bool((labels != NO_CLASS).any()):
+                yield from paint(subject, recipe, painting, settings.precision)
+            else:
+                yield from range(recipe.steps)
             batch = _finished(subject, canvas, painting, labels, perf_counter() - start)
             store.save(f"batch {number}", batch.tensors())
             done.append(batch)

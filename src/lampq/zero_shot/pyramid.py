@@ -11,18 +11,23 @@ as makes the model name their class. Beside PSAQ-ViT's entropies and cross entro
   are as unequally sure as those to photographs.
 - The total variation of a picture is held to that of its start.
 - All classes are made equally often.
+- Some pictures stay dead leaves. All that are made for a class have something in common that
+  photographs do not have, and weights that were fitted to it alone make up for it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lampq.zero_shot.base import Answer, Subject, seeded
+from lampq.zero_shot.base import NO_CLASS, Answer, Subject, seeded
 from lampq.zero_shot.canvas import Canvas, variation_per_image
 from lampq.zero_shot.leaves import dead_leaves
 from lampq.zero_shot.psaq import warm_cosine
@@ -44,7 +49,7 @@ class PyramidRecipe:
 
     ``sure``: the range from which the wanted probability of a picture's class is drawn.
     ``colour``: how large steps of colour are against those of brightness. ``shift`` and ``zoom``
-    are shares of the edge.
+    are shares of the edge. ``plain``: the share of pictures that stay as they start.
     """
 
     name: ClassVar[str] = "pyramid"
@@ -58,20 +63,25 @@ class PyramidRecipe:
     sure: tuple[float, float] = (0.5, 0.99)
     shift: float = 0.08
     zoom: float = 0.1
+    plain: float = 0.5
 
     def labels(self, numbers: range, classes: int, seed: int) -> Tensor:
-        """All classes in a random order, again and again."""
-        rounds = range(numbers.start // classes, (numbers.stop - 1) // classes + 1)
-        orders = [
-            torch.randperm(classes, generator=seeded(seed, "classes", number)) for number in rounds
+        """All classes in a random order, again and again, with plain pictures between them."""
+        order = cache(
+            lambda number: torch.randperm(classes, generator=seeded(seed, "classes", number))
+        )
+        # of the pictures before each, and of all of them, so many have a class
+        named = [math.ceil(number * (1 - self.plain)) for number in (*numbers, numbers.stop)]
+        labels = [
+            int(order(before // classes)[before % classes]) if after > before else NO_CLASS
+            for before, after in pairwise(named)
         ]
-        first = numbers.start - rounds.start * classes
-        return torch.cat(orders)[first : first + len(numbers)]
+        return torch.tensor(labels)
 
     def begin(
         self, subject: Subject, canvas: Canvas, labels: Tensor, generator: torch.Generator
     ) -> PyramidPainting:
-        """Dead leaves, one picture for each class."""
+        """Dead leaves, one picture for each label."""
         del subject
         return PyramidPainting(self, canvas, labels, generator)
 
@@ -82,11 +92,15 @@ class PyramidPainting:
     def __init__(
         self, recipe: PyramidRecipe, canvas: Canvas, labels: Tensor, generator: torch.Generator
     ) -> None:
-        self.recipe, self.canvas, self.labels = recipe, canvas, labels
+        self.recipe, self.canvas = recipe, canvas
         self._generator = generator
-        count, channels, size, _ = canvas.shape(len(labels))
-        leaves = [dead_leaves(channels, size, generator) for _ in range(count)]
-        self.start = torch.logit(torch.stack(leaves).clamp(EDGE, 1 - EDGE))
+        _, channels, size, _ = canvas.shape(1)
+        leaves = [dead_leaves(channels, size, generator) for _ in labels]
+        self._leaves = torch.stack(leaves).clamp(EDGE, 1 - EDGE)
+        self._named = labels != NO_CLASS
+        self.labels = labels[self._named]
+        self.start = torch.logit(self._leaves[self._named])
+        count = len(self.labels)
         # the finest octave stays that of the leaves: there, steps would only add noise
         sizes = [-(-size // 2)]
         while sizes[-1] > COARSEST:
@@ -118,7 +132,7 @@ class PyramidPainting:
         return self.recipe.rate * warm_cosine(step, self.recipe.steps)
 
     def shown(self, step: int) -> Tensor:
-        """Every picture shifted, zoomed and mirrored in its own way."""
+        """Every picture of a class shifted, zoomed and mirrored in its own way."""
         del step
         pictures = self._pictures()
         count = len(pictures)
@@ -145,9 +159,11 @@ class PyramidPainting:
         """A sigmoid keeps every pixel in range."""
 
     def finished(self) -> Tensor:
-        """The pictures, unshifted."""
+        """The pictures, unshifted; plain ones among them."""
         with torch.no_grad():
-            return self._pictures()
+            pictures = self.canvas.inputs(self._leaves)
+            pictures[self._named] = self._pictures()
+        return pictures
 
 
 def _enlarged(images: Tensor, size: int) -> Tensor:
