@@ -144,14 +144,15 @@ def row(
 
 
 def ranking(bench: ZeroBench, source: str, seed: int) -> Row:
-    """Rank correlation of scores on the images with those on evaluation images, over random plans.
+    """Rank correlation of scores on the images with those on real ones, over random plans.
 
-    Which of the scores on calibration images should decide on exchanges and role factors.
+    Which of the scores on made pictures should decide on exchanges and role factors. The real ones
+    are calibration images: a choice is made by them.
     """
     options = {"bits": 4, "act_bits": 8, "seed": seed, "exchanges": 0}
     result, _ = bench.run_on(source, choices=(4,), metric="recon", **options)
     choices = make_config({"choices": (3, 4, 5), **options}).widths
-    exact = bench.evaluation.subset(RANKED_IMAGES, 0)
+    exact = bench.calibration.subset(RANKED_IMAGES, 0)
     sets = [
         (some, predict(bench.loaded.model, some)) for some in (bench.samples(source, seed), exact)
     ]

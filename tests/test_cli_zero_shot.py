@@ -108,6 +108,7 @@ def test_weights_are_held_more_firmly_on_made_pictures_unless_asked_otherwise(
     report: dict[str, Any], pictures: Path, tmp_path: Path
 ) -> None:
     assert report["config"]["damping"] == 0.3
+    assert report["config"]["block_contrast"] == 0.5
     out = tmp_path / "run"
     given = ("--zero-shot", "--synthetic", pictures, "--damping", 0.02)
     found = Outcome("quantize", *given, "--out", out, "--quiet", *QUICK)

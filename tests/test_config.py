@@ -39,6 +39,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "gamma": ({"gamma": 1}, "gamma must be above 1, got 1"),
     "gamma-nan": ({"gamma": float("nan")}, "gamma"),
     "gamma-inf": ({"gamma": float("inf")}, "gamma"),
+    "block-contrast": (
+        {"block_contrast": 1.5},
+        r"block_contrast must be in \[0, 1\], got 1\.5",
+    ),
     "mu-zero": ({"mu": 0}, "mu is a share of the blocks"),
     "mu-high": ({"mu": 1.5}, r"mu is a share of the blocks in \(0, 1\], got 1\.5"),
     "target-size": ({"target_size": 0}, "target_size must be positive, got 0"),

@@ -103,6 +103,21 @@ def test_the_result_is_not_worse_than_uniform_on_the_calibration_images(done: Re
     assert done.calibration["fp32"].agreement == pytest.approx(0, abs=1e-9)
 
 
+def test_without_contrast_all_blocks_cost_the_same(vit: Case, done: Result) -> None:
+    assert done.sensitivity is not None
+    even = quantize(vit.original, vit.samples, **QUICK, block_contrast=0.0).sensitivity
+    assert even is not None
+    blocks = [layer.block for layer in even.table.layers]
+    assert len(set(blocks)) > 1
+
+    def means(table: CostTable) -> list[float]:
+        logs = np.log(table.cost).mean(axis=1)
+        return [float(logs[np.equal(blocks, b)].mean()) for b in sorted(set(blocks))]
+
+    assert means(even.table) == pytest.approx([np.mean(means(even.table))] * len(set(blocks)))
+    assert np.ptp(means(done.sensitivity.table)) > 0.01
+
+
 def test_the_scores_of_the_result_are_those_of_its_model(vit: Case, done: Result) -> None:
     reference = predict(vit.model, vit.samples)
     for name, model in (("mixed", done.model), ("uniform", done.uniform_model())):

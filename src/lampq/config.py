@@ -77,6 +77,7 @@ class RunConfig:
     # metric
     metric: str = "output"
     metric_images: int = 128
+    block_contrast: float = 1.0
     labels: Literal["model", "data"] = "model"
     gamma: float = 4.0
     beta: int = 2
@@ -111,7 +112,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         rates = ("lr_weights", "lr_scales", "lr_affine")
-        for name in ("bits", "gamma", "mu", "damping", "ridge", *rates):
+        for name in ("bits", "gamma", "mu", "damping", "ridge", "block_contrast", *rates):
             if type(getattr(self, name)) is int:
                 object.__setattr__(self, name, float(getattr(self, name)))
         hints = typing.get_type_hints(type(self))
@@ -152,6 +153,8 @@ class RunConfig:
             raise ConfigError(f"gamma must be above 1, got {self.gamma:g}")
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be below 2**63, got {self.seed}")
+        if not 0 <= self.block_contrast <= 1:
+            raise ConfigError(f"block_contrast must be in [0, 1], got {self.block_contrast:g}")
         if not 0 < self.mu <= 1:
             raise ConfigError(f"mu is a share of the blocks in (0, 1], got {self.mu:g}")
         for name in ("target_size", "target_bops"):
@@ -294,7 +297,7 @@ PAPER: dict[str, Any] = {
 }
 PRESETS: dict[str, dict[str, Any]] = {"best": {"preset": "best"}, "paper": PAPER}
 # of made pictures, whose statistics are only like those of real ones
-MADE: dict[str, dict[str, Any]] = {"best": {"damping": 0.3}, "paper": {}}
+MADE: dict[str, dict[str, Any]] = {"best": {"damping": 0.3, "block_contrast": 0.5}, "paper": {}}
 # what detectors have instead: an image of theirs is as much work as dozens of a classifier's
 DETECTION: dict[str, Any] = {
     "images": 256,

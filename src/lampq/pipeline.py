@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -193,7 +193,8 @@ def _quantize(
             evidence = Evidence(
                 opened, graph, fits, samples, config.seed, run.progress, run.journal, task
             )
-            sensitivity = job.metric(evidence, config.widths)
+            found = job.metric(evidence, config.widths)
+            sensitivity = replace(found, table=found.table.with_contrast(config.block_contrast))
         with run.progress.stage("allocate"):
             allocation = job.allocator(sensitivity.table, budget)
         start = better_start(allocation.plan, uniform, scorer, config)

@@ -180,6 +180,13 @@ def quantize_command(
     metric_images: Annotated[
         int | None, typer.Option(help="images that the metric sees", rich_help_panel=METRIC)
     ] = None,
+    block_contrast: Annotated[
+        float | None,
+        typer.Option(
+            help="share of the differences between blocks that counts, from 0 to 1",
+            rich_help_panel=METRIC,
+        ),
+    ] = None,
     labels: Annotated[
         str | None,
         typer.Option(help="of the Fisher metric: model (drawn) or data", rich_help_panel=METRIC),
