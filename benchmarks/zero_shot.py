@@ -9,10 +9,10 @@ measures are kept.
 
 Images: noise (normal), psaq and pyramid (the recipes, both with --steps; pyramid makes twice as
 many, half of which stay plain, so that both take about the same time), real (all calibration
-pictures); at 4/8 also leaves (the start of pyramid, as it is)
-and psaq-published (32 pictures at the published number of steps). Plans: uniform (the method as
-published), paper and best (LampQ by that preset; the row of best has its uniform plan too). Another
-number of images, steps or evaluation images needs another results file.
+pictures); at 4/8 also leaves (the start of pyramid, as it is) and psaq-published (32 pictures at
+the published number of steps). Plans: uniform (the method as published), paper and best (LampQ by
+that preset; the row of best has its uniform plan too). Another number of images, steps or
+evaluation images needs another results file.
 """
 
 from __future__ import annotations

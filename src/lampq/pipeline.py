@@ -24,6 +24,7 @@ from lampq.methods import FitCache
 from lampq.methods.base import sums_of
 from lampq.methods.sequential import collect_in_order
 from lampq.metrics import Evidence, Sensitivity
+from lampq.metrics.contrast import with_contrast
 from lampq.models import ModelSource
 from lampq.prepare import Prepared, given_plan, prepare, site_widths
 from lampq.scoring import PlanScorer, Run, better_start, improved, not_worse_than_uniform
@@ -194,7 +195,8 @@ def _quantize(
                 opened, graph, fits, samples, config.seed, run.progress, run.journal, task
             )
             found = job.metric(evidence, config.widths)
-            sensitivity = replace(found, table=found.table.with_contrast(config.block_contrast))
+            table = with_contrast(found.table, config.block_contrast)
+            sensitivity = replace(found, table=table)
         with run.progress.stage("allocate"):
             allocation = job.allocator(sensitivity.table, budget)
         start = better_start(allocation.plan, uniform, scorer, config)

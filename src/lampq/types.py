@@ -354,27 +354,6 @@ class CostTable:
             if name not in names or grouped.count(name) > 1:
                 raise ConfigError(f"the groups of a cost table must name {name!r} once, as a layer")
 
-    def with_contrast(self, share: float) -> CostTable:
-        """The table with the differences between blocks to that power.
-
-        A block stands for its geometric mean. With 0 all blocks have the same, with 1 nothing
-        changes. Layers outside the blocks, and costs that are not positive, stay as they are.
-        """
-        blocks = np.array([layer.block for layer in self.layers])
-        inside = blocks >= 0
-        seen = np.where(self.cost > 0, self.cost, np.nan)
-        known = inside & np.isfinite(seen).any(axis=1)
-        if share == 1 or not known.any():
-            return self
-        logs = np.log(seen)
-        whole = np.nanmean(logs[known])
-        cost = self.cost.copy()
-        for block in np.unique(blocks[known]):
-            excess = np.nanmean(logs[known & (blocks == block)]) - whole
-            rows = inside & (blocks == block)
-            cost[rows] *= np.exp((share - 1) * excess)
-        return replace(self, cost=cost)
-
     @property
     def units(self) -> tuple[tuple[str, ...], ...]:
         """All layers by name, those of one width together, by the first of each."""

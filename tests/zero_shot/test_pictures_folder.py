@@ -17,6 +17,7 @@ from lampq.models import LoadedModel, load_model
 from lampq.zero_shot import Synthesis, check_folder, make_folder, read_about, read_made
 from lampq.zero_shot.base import Subject
 from lampq.zero_shot.canvas import Canvas
+from lampq.zero_shot.folder import described, summary
 from lampq.zero_shot.painter import batches, joined
 
 SETTINGS = Synthesis(5, "pyramid", 2, 2, 7)
@@ -189,3 +190,12 @@ def test_a_newer_record_is_refused(made: Path, tmp_path: Path) -> None:
     (tmp_path / "synthesis.json").write_text("{")
     with pytest.raises(DataError, match="cannot be read"):
         read_about(tmp_path)
+
+
+def test_pictures_of_no_class_have_no_accuracy(loaded: LoadedModel) -> None:
+    canvas = Canvas(loaded.preprocessing)
+    made = batches(Subject.of(loaded.model, canvas), canvas, Synthesis(2, "pyramid", 1, 1))
+    found = summary(made[1:])
+    assert (found["plain"], found["accuracy"], found["mean_probability"]) == (1, None, None)
+    about = {**found, "settings": {"images": 1, "recipe": "pyramid"}}
+    assert described(about) == "1 plain pictures by pyramid"

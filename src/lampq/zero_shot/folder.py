@@ -116,15 +116,18 @@ def make_folder(
     return about
 
 
-def summary(made: list[Batch]) -> dict[str, float]:
-    """How well the model knows its pictures of classes, in percent, and the seconds all took."""
+def summary(made: list[Batch]) -> dict[str, float | None]:
+    """How well the model knows its pictures of classes, in percent, and the seconds all took.
+
+    None where all pictures are plain.
+    """
     named = torch.cat([batch.named for batch in made])
     probabilities = torch.cat([batch.probabilities for batch in made])[named]
     right = torch.cat([batch.right for batch in made])[named]
     return {
         "plain": int((~named).sum()),
-        "accuracy": 100 * float(right.double().mean()),
-        "mean_probability": float(probabilities.double().mean()),
+        "accuracy": 100 * float(right.double().mean()) if len(right) else None,
+        "mean_probability": float(probabilities.double().mean()) if len(right) else None,
         "seconds": float(sum(float(batch.seconds) for batch in made)),
     }
 
@@ -220,6 +223,8 @@ def contact_sheet(made: list[Batch]) -> Tensor:
 def described(about: Mapping[str, Any]) -> str:
     """One sentence for people."""
     count, plain = about["settings"]["images"], about.get("plain", 0)
+    if plain == count:
+        return f"{count} plain pictures by {about['settings']['recipe']}"
     which = f"the other {count - plain}" if plain else "them"
     return (
         f"{count} pictures by {about['settings']['recipe']}"

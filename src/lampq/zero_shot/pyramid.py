@@ -11,8 +11,8 @@ as makes the model name their class. Beside PSAQ-ViT's entropies and cross entro
   are as unequally sure as those to photographs.
 - The total variation of a picture is held to that of its start.
 - All classes are made equally often.
-- Some pictures stay dead leaves. All that are made for a class have something in common that
-  photographs do not have, and weights that were fitted to it alone make up for it.
+- Some pictures stay dead leaves: weights that are compensated for both kinds are better on
+  photographs than those that have seen one kind.
 """
 
 from __future__ import annotations
